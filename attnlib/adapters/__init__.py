@@ -1,0 +1,1 @@
+"""Other libraries' calling conventions, and arrays that are not torch tensors."""

@@ -1,0 +1,31 @@
+"""Shared fixtures: single-threaded torch, so that the tests of several processes do not fight over two cores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnlib import dispatch, registry
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def register():
+    """register(backend) for one test."""
+    import attnlib
+
+    added = []
+
+    def add(backend):
+        attnlib.register_backend(backend)
+        added.append(backend.name)
+        return backend
+
+    yield add
+    for name in added:
+        registry.unregister_backend(name)
+    dispatch.clear_caches()
