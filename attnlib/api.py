@@ -129,9 +129,7 @@ def attention(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention, locals())
-    options = Options.of(
-        _head_dim(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic
-    )
+    options = Options.of(_head_dim(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
     operands = Operands(
         q, k, v, bias, mask, alibi_slopes, sinks, _blocks(block_mask), q_lens, kv_lens, None, None, None,
         _seed(q, dropout_p, dropout_seed),
@@ -195,9 +193,7 @@ def attention_varlen(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention_varlen, locals())
-    options = Options.of(
-        _head_dim(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic
-    )
+    options = Options.of(_head_dim(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is None:
             raise ArgumentTypeError(f"{name}: needs an int32 tensor [batch + 1], got None")
@@ -315,15 +311,16 @@ def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[t
             if not isinstance(tensor, torch.Tensor):
                 raise ArgumentTypeError(f"{name}[{index}]: needs a tensor, got {type(tensor).__name__}")
             if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
-                raise ArgumentError(
-                    f"{name}[{index}]: needs {tensors[0].dtype} on {tensors[0].device}, got {tensor.dtype} on {tensor.device}"
-                )
+                needed, got = (f"{t.dtype} on {t.device}" for t in (tensors[0], tensor))
+                raise ArgumentError(f"{name}[{index}]: needs {needed}, got {got}")
             if tensor.shape != tensors[0].shape:
                 raise ArgumentError(f"{name}[{index}]: needs shape {list(tensors[0].shape)}, got {list(tensor.shape)}")
     shape = outs[0].shape
     rows = (shape[1], shape[0]) if len(shape) == 3 else (shape[0], shape[2], shape[1]) if len(shape) == 4 else None
     if rows is None or tuple(lses[0].shape) != rows:
-        raise ArgumentError(f"lses: need shape {rows and list(rows)} for outs of {list(shape)}, got {list(lses[0].shape)}")
+        raise ArgumentError(
+            f"lses: need shape {rows and list(rows)} for outs of {list(shape)}, got {list(lses[0].shape)}"
+        )
     dtype = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
     stacked = torch.stack([lse.to(dtype) for lse in lses])
     top = stacked.detach().amax(0)
@@ -365,7 +362,9 @@ def explain(
     """
     if isinstance(q, AttentionProblem):
         if k is not None or v is not None or arguments:
-            raise ArgumentTypeError("explain: needs either an AttentionProblem alone, or q, k, v and keywords, got both")
+            raise ArgumentTypeError(
+                "explain: needs either an AttentionProblem alone, or q, k, v and keywords, got both"
+            )
         problem, home = q, torch.device("cpu")
     else:
         problem, home = _problem_of(q, k, v, arguments)
@@ -393,7 +392,8 @@ def problem_of(q: Any, k: Any, v: Any, **arguments: Any) -> AttentionProblem:
 
 
 def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[AttentionProblem, torch.device]:
-    known = {*attention.__kwdefaults__, *attention_varlen.__kwdefaults__, *attention_kvcache.__kwdefaults__}
+    functions: tuple[Any, ...] = (attention, attention_varlen, attention_kvcache)
+    known = {name for function in functions for name in function.__kwdefaults__}
     known |= {"cu_seqlens_q", "cu_seqlens_k"}
     for name in arguments:
         if name not in known:
@@ -500,7 +500,8 @@ def _autocast(operands: Operands, cache: bool = False) -> Operands:
         return tensor.to(dtype)
 
     names = ("q", "k_new", "v_new") if cache else ("q", "k", "v")
-    return operands._replace(**{name: cast(getattr(operands, name)) for name in names})
+    changes: dict[str, Any] = {name: cast(getattr(operands, name)) for name in names}
+    return operands._replace(**changes)
 
 
 def _allows_tf32(q: torch.Tensor) -> bool:
@@ -536,11 +537,12 @@ def _hint(name: str, value: Any) -> int:
         return -1  # a tensor's value is not worth a synchronisation: grids come from totals
     if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral, torch.SymInt)):
         raise ArgumentTypeError(f"{name}: needs an int, a one-element tensor or None, got {value!r}")
-    if value < 0:
-        raise ArgumentError(f"{name}: needs at least 0, got {value}")
-    if value > 2**31 - 1:
-        raise ArgumentError(f"{name}: needs at most 2**31 - 1, got {value}")
-    return value if isinstance(value, torch.SymInt) else int(value)
+    length: Any = value if isinstance(value, torch.SymInt) else int(value)
+    if length < 0:
+        raise ArgumentError(f"{name}: needs at least 0, got {length}")
+    if length > 2**31 - 1:
+        raise ArgumentError(f"{name}: needs at most 2**31 - 1, got {length}")
+    return length
 
 
 def _seed(q: torch.Tensor, dropout_p: float, seed: Any) -> torch.Tensor | None:
@@ -553,7 +555,7 @@ def _seed(q: torch.Tensor, dropout_p: float, seed: Any) -> torch.Tensor | None:
     elif seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, (int, numbers.Integral)):
             raise ArgumentTypeError(f"dropout_seed: needs an int or an int64 tensor of one element, got {seed!r}")
-        if not -(2**63) <= seed < 2**63:
+        if not -(2**63) <= int(seed) < 2**63:
             raise ArgumentError(f"dropout_seed: needs an int from -2**63 to 2**63 - 1, got {seed}")
     if int(dropout_p * 65536 + 0.5) == 0:
         return None

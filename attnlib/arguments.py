@@ -78,7 +78,7 @@ def _window(window: Sequence[int | None] | None) -> tuple[int, int]:
         return UNBOUNDED, UNBOUNDED
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ArgumentTypeError(f"window: needs a pair (left, right) of ints >= 0 or None, got {window!r}")
-    ends = []
+    ends: list[Any] = []
     for end in window:
         if end is None:
             ends.append(UNBOUNDED)
@@ -91,7 +91,7 @@ def _window(window: Sequence[int | None] | None) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real, torch.SymFloat, torch.SymInt)):
         raise ArgumentTypeError(f"{name}: needs a number, got {value!r} of type {type(value).__name__}")
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
@@ -115,9 +115,10 @@ def _positive(name: str, value: Any) -> float:
 def _probability(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise ArgumentTypeError(f"dropout_p: needs a number from 0 to 1, got {value!r} of type {type(value).__name__}")
-    if not 0.0 <= value <= 1.0:
+    number = float(value)
+    if not 0.0 <= number <= 1.0:
         raise ArgumentError(f"dropout_p: needs a number from 0 to 1, got {value!r}")
-    return float(value)
+    return number
 
 
 class Operands(NamedTuple):
@@ -161,7 +162,8 @@ class Scalars(NamedTuple):
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_TENSORS_OR_NONE = _TENSORS | {type(None)}
+_NOTHING = frozenset({type(None)})
+_TENSORS_OR_NONE = _TENSORS | _NOTHING
 
 
 def check_types(operands: Operands) -> None:
@@ -201,7 +203,7 @@ def check(operands: Operands, scalars: Scalars) -> AttentionProblem:
     if k.shape[-1] != head_dim:
         raise ArgumentError(f"k: needs head_dim {head_dim}, as q has, got shape {_shape(k)}")
     if v.shape[:-1] != k.shape[:-1]:
-        raise ArgumentError(f"v: needs shape {_shape(k)[:-1] + ['head_dim_v']}, as k has, got {_shape(v)}")
+        raise ArgumentError(f"v: needs shape {[*_shape(k)[:-1], 'head_dim_v']}, as k has, got {_shape(v)}")
     _check_heads(num_heads_q, num_heads_kv)
     if packed:
         for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -215,7 +217,7 @@ def check(operands: Operands, scalars: Scalars) -> AttentionProblem:
         seqlen_q = _longest(scalars.max_seqlen_q, operands, 2, q.shape[0])
     else:
         batch, seqlen_q = q.shape[0], q.shape[1]
-    if paged:
+    if operands.page_table is not None:
         table = operands.page_table
         if table.dim() != 2 or table.shape[0] != batch:
             raise ArgumentError(f"page_table: needs shape [{batch}, max_pages], got {_shape(table)}")
@@ -308,8 +310,10 @@ def _check_growing(operands: Operands) -> None:
     for name in ("k", "v"):
         cache = getattr(operands, name)
         if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape)):
-            raise ArgumentError(f"{name}_cache: needs memory of its own for every element when k_new is given, got strides "
-                                f"{list(cache.stride())}")  # fmt: skip
+            raise ArgumentError(
+                f"{name}_cache: needs memory of its own for every element when k_new is given, got strides "
+                f"{list(cache.stride())}"
+            )
     if operands.k.numel() and operands.v.numel() and operands.k.data_ptr() == operands.v.data_ptr():
         raise ArgumentError("k_cache, v_cache: need memory of their own when k_new is given, got the same address")
 
@@ -348,8 +352,11 @@ def _check_extras(
     if operands.block_mask is not None:
         blocks_q, blocks_k = -(-seqlen_q // scalars.block_q), -(-seqlen_k // scalars.block_k)
         shape = _shape(operands.block_mask)
-        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, num_heads_q) or (
-            shape[2:] != [blocks_q, blocks_k]
+        if (
+            len(shape) != 4
+            or shape[0] not in (1, batch)
+            or shape[1] not in (1, num_heads_q)
+            or (shape[2:] != [blocks_q, blocks_k])
         ):
             raise ArgumentError(
                 f"block_mask: needs shape [1 or {batch}, 1 or {num_heads_q}, {blocks_q}, {blocks_k}] for blocks of "
@@ -385,7 +392,7 @@ def bind(operands: Operands, problem: AttentionProblem, dout: torch.Tensor | Non
         dout = _unit_stride(dout)
         if problem.aligned and not _aligned(dout):
             dout = dout.clone(memory_format=torch.contiguous_format)
-    if all([operand is None for operand in operands[3:]]):
+    if _NOTHING.issuperset(map(type, operands[3:])):
         return Tensors(q, k, v, q, q, dout=dout)
     _check_values(operands, problem)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
@@ -427,13 +434,13 @@ _VALUED = ("q_lens", "kv_lens", "new_lens", "cu_seqlens_q", "cu_seqlens_k", "pag
 
 def _check_values(operands: Operands, problem: AttentionProblem) -> None:
     """Lengths and tables: on CPU always, elsewhere under ATTNLIB_DEBUG=bounds (it costs a synchronisation)."""
-    if all([getattr(operands, name) is None for name in _VALUED]):
+    if all(getattr(operands, name) is None for name in _VALUED):
         return
     if operands.q.device.type != "cpu" and "bounds" not in settings.current().debug:
         return
     values = {name: getattr(operands, name) for name in _VALUED}
     table = values.pop("page_table")
-    lists = {name: None if tensor is None else tensor.tolist() for name, tensor in values.items()}
+    lists: dict[str, Any] = {name: None if tensor is None else tensor.tolist() for name, tensor in values.items()}
     if problem.packed:
         q_lens = _check_cumulative("q", lists["cu_seqlens_q"], problem.total_q, problem.seqlen_q)
         limit = None if table is not None else problem.total_k
@@ -459,7 +466,12 @@ def _check_values(operands: Operands, problem: AttentionProblem) -> None:
 
 
 def _check_pages(
-    problem: AttentionProblem, table: torch.Tensor, pages: int, q_lens: list[int], cached: list[int], kv_lens: list[int]
+    problem: AttentionProblem,
+    table: torch.Tensor,
+    pages: int,
+    q_lens: list[int],
+    cached: list[int],
+    kv_lens: list[int],
 ) -> None:
     """Table entries that are read or written; those before a window's first key or past the last one may hold anything."""
     size, left = problem.page_size or 1, problem.window.left
@@ -490,7 +502,9 @@ def _check_cumulative(side: str, values: list[int], total: int | None, longest: 
         if length < 0:
             raise ArgumentError(f"{name}: needs to be non-decreasing, got {values[b]} then {values[b + 1]}")
         if length > longest:
-            raise ArgumentError(f"max_seqlen_{side}: needs at least {length}, the length of sequence {b}, got {longest}")
+            raise ArgumentError(
+                f"max_seqlen_{side}: needs at least {length}, the length of sequence {b}, got {longest}"
+            )
     if total is not None and values[-1] > total:
         raise ArgumentError(f"{name}: needs to end at most at {total}, the rows of {side}, got {values[-1]}")
     return lens

@@ -49,8 +49,8 @@ class LRU(Generic[Value]):
         if value is not None:
             try:
                 self._items.move_to_end(key)
-            except KeyError:  # another thread has dropped it meanwhile
-                pass
+            except KeyError:
+                return value  # another thread has dropped it meanwhile
         return value
 
     def put(self, key: Hashable, value: Value) -> None:
@@ -274,7 +274,9 @@ def _find_target(device: torch.device) -> Target:
 def _resources(properties: Any) -> Resources:
     return Resources(
         multiprocessors=properties.multi_processor_count,
-        shared_memory_per_block=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
+        shared_memory_per_block=getattr(
+            properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
+        ),
         l2_bytes=properties.L2_cache_size,
         warp_size=properties.warp_size,
     )
@@ -355,7 +357,10 @@ def _candidates(problem: AttentionProblem, target: Target) -> Iterator[Candidate
 
 def _refusals(problem: AttentionProblem, backend: Backend, family: Family, target: Target) -> tuple[Refusal, ...]:
     found = list(capability_refusals(problem, family, target))
-    for question in (lambda: backend.check(problem, family.name, target), lambda: backend.available(family.name, target)):
+    for question in (
+        lambda: backend.check(problem, family.name, target),
+        lambda: backend.available(family.name, target),
+    ):
         try:
             found.extend(reason for reason in question() if reason not in found)
         except Exception as error:

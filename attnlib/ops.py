@@ -47,6 +47,7 @@ library.define(
 
 # --- running a plan -------------------------------------------------------------------------------------------------
 
+
 def prepare(operands: Operands, scalars: Scalars, spec: str) -> tuple[AttentionProblem, Plan | None, str]:
     """Check the call and find its plan; the second call of the same shapes is one dictionary look-up.
 
@@ -65,7 +66,14 @@ def prepare(operands: Operands, scalars: Scalars, spec: str) -> tuple[AttentionP
         if problem.head_dim_v == 0:  # an empty out, but an lse: run with values of zeros
             problem = dataclasses.replace(problem, head_dim_v=problem.head_dim, aligned=False)
         target = dispatch.target_of(q.device)
-        if 0 in (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
+        if 0 in (
+            problem.batch,
+            problem.num_heads_q,
+            problem.seqlen_q,
+            problem.seqlen_k,
+            problem.total_q,
+            problem.total_k,
+        ):
             found = (problem, None, dispatch.choose(problem, target, spec).name)
         else:
             with _on(q.device):
@@ -306,7 +314,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def _forward_autograd(*args: Any) -> Any:
@@ -491,7 +499,8 @@ def _vmap(op: Callable[..., Any], first: int, info: Any, in_dims: tuple[Any, ...
         elif name == "stats" and dim is not None:
             folded[index] = arg.movedim(dim, 0)[0]
     results = op(*folded)
-    outputs, out_dims = [], []
+    outputs: list[torch.Tensor] = []
+    out_dims: list[int | None] = []
     for position, result in enumerate(results):
         if result.dim() <= 1:  # an output that was not asked for
             outputs.append(result)

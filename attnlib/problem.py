@@ -97,7 +97,7 @@ class AttentionProblem:
     aligned: bool = True  # bases and strides of q, k, v, k_new, v_new, dout are multiples of 16 bytes
 
     def __post_init__(self) -> None:
-        if self.num_heads_kv == 0 < self.num_heads_q or self.num_heads_kv and self.num_heads_q % self.num_heads_kv:
+        if self.num_heads_q % self.num_heads_kv if self.num_heads_kv else self.num_heads_q:
             raise ArgumentError(
                 f"q, k: need num_heads_q to be a multiple of num_heads_kv, got {self.num_heads_q} query heads "
                 f"and {self.num_heads_kv} key/value heads"

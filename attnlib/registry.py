@@ -124,7 +124,9 @@ def _discover() -> Iterator[Entry]:
         distribution = point.dist.name if point.dist else "an unnamed distribution"
         origin = f"{distribution}: {point.value}"
         if point.name in seen:
-            reason = Refusal(RefusalCode.LOAD, "name", "a name of its own", f"{point.name!r}, taken by {seen[point.name]}")
+            reason = Refusal(
+                RefusalCode.LOAD, "name", "a name of its own", f"{point.name!r}, taken by {seen[point.name]}"
+            )
             yield Entry(point.name, origin, None, reason)
             continue
         seen[point.name] = origin
@@ -154,7 +156,9 @@ def _protocol_refusal(backend: object) -> Refusal | None:
     needed = ("name", "families", "available", "check", "size_class", "plan", "describe")
     missing = [attribute for attribute in needed if not hasattr(backend, attribute)]
     if missing:
-        return Refusal(RefusalCode.LOAD, "protocol", f"the attributes {', '.join(needed)}", f"none of {', '.join(missing)}")
+        return Refusal(
+            RefusalCode.LOAD, "protocol", f"the attributes {', '.join(needed)}", f"none of {', '.join(missing)}"
+        )
     name = backend.name  # type: ignore[attr-defined]
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return Refusal(RefusalCode.LOAD, "name", "lower-case letters, digits and _", repr(name))

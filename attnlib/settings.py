@@ -30,7 +30,7 @@ _DEBUG_WORDS = ("bounds", "poison", "sync")
 
 @dataclass(frozen=True)
 class Settings:
-    """The parsed environment. `backend` is a comma list of names; `shadow` is the share of calls that are checked against the reference, 0 to 1."""
+    """The parsed environment. backend is a comma list; shadow is the share of calls checked against the oracle."""
 
     backend: str = ""
     cache_dir: str | None = None

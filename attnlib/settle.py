@@ -39,4 +39,6 @@ def _real_rows(problem: AttentionProblem, tensors: Tensors) -> torch.Tensor:
     if tensors.cu_seqlens_q is not None:
         return torch.arange(problem.total_q, device=device) < tensors.cu_seqlens_q[-1]
     rows = torch.arange(problem.seqlen_q, device=device)
-    return rows < rows.new_full((), problem.seqlen_q) if tensors.q_lens is None else rows < tensors.q_lens[:, None, None]
+    return (
+        rows < rows.new_full((), problem.seqlen_q) if tensors.q_lens is None else rows < tensors.q_lens[:, None, None]
+    )

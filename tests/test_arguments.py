@@ -32,7 +32,11 @@ BAD = [
     ({"k": K[:1], "v": V[:1]}, ArgumentError, "k: needs batch 2, as q has"),
     ({"v": V[:, :6]}, ArgumentError, r"v: needs shape \[2, 7, 2, 'head_dim_v'\], as k has, got \[2, 6, 2, 6\]"),
     ({"causal": 1}, ArgumentTypeError, "causal: needs True or False, got 1"),
-    ({"causal_alignment": "middle"}, ArgumentError, "causal_alignment: needs 'bottom_right' or 'top_left', got 'middle'"),
+    (
+        {"causal_alignment": "middle"},
+        ArgumentError,
+        "causal_alignment: needs 'bottom_right' or 'top_left', got 'middle'",
+    ),
     ({"window": (-1, 0)}, ArgumentError, r"window: needs ints >= 0 or None .* got \(-1, 0\)"),
     ({"window": (1.5, 0)}, ArgumentTypeError, "window: needs ints"),
     ({"window": (True, 0)}, ArgumentTypeError, "window: needs ints"),
@@ -65,7 +69,11 @@ BAD = [
     ({"dropout_p": "a"}, ArgumentTypeError, "dropout_p: needs a number from 0 to 1, got 'a'"),
     ({"dropout_p": 0.1, "dropout_seed": 2**63}, ArgumentError, "dropout_seed: needs an int from"),
     ({"dropout_p": 0.1, "dropout_seed": 1.5}, ArgumentTypeError, "dropout_seed: needs an int or an int64 tensor"),
-    ({"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()}, ArgumentError, "dropout_seed: needs an int or an int64"),
+    (
+        {"dropout_p": 0.1, "dropout_seed": torch.zeros(2).long()},
+        ArgumentError,
+        "dropout_seed: needs an int or an int64",
+    ),
     ({"deterministic": 1}, ArgumentTypeError, "deterministic: needs True, False or None, got 1"),
 ]
 
@@ -241,9 +249,7 @@ def test_AB_017_evicted_pages_may_hold_anything_in_the_table():
 
     def run(first):
         table = torch.tensor([[first, first, 0, 1, 2]])
-        return attnlib.attention_kvcache(
-            q, cache, cache, lens, page_table=table, window=(5, 0), backend="reference"
-        )
+        return attnlib.attention_kvcache(q, cache, cache, lens, page_table=table, window=(5, 0), backend="reference")
 
     assert torch.equal(run(-1), run(0))
     with pytest.raises(ValueError, match=r"page_table: needs pages from 0 to 2, got -1 at \[0, 3\]"):
@@ -297,7 +303,9 @@ def test_AB_082_zero_sizes(name):
             assert out.shape == (batch, seqlen_q, heads, 6) and not out.isnan().any()
             if seqlen_k == 0:
                 assert not out.any()
-                expected = sinks[:, None].expand(batch, heads, seqlen_q) if with_sinks else torch.full_like(lse, -torch.inf)
+                expected = (
+                    sinks[:, None].expand(batch, heads, seqlen_q) if with_sinks else torch.full_like(lse, -torch.inf)
+                )
                 assert torch.equal(lse, expected)
             grads = torch.autograd.grad(out.sum() + lse[lse.isfinite()].sum(), (q, k, v))
             assert [g.shape for g in grads] == [q.shape, k.shape, v.shape] and not any(g.isnan().any() for g in grads)

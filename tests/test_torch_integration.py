@@ -11,6 +11,7 @@ from toys import Opaque
 
 import attnlib
 from attnlib import dispatch, ops, registry, settings
+from attnlib.arguments import Operands
 
 NAME = "opaque"
 
@@ -140,9 +141,7 @@ def test_export_and_run():
 
 def arguments(grad, **extra):
     q, k, v = inputs(grad=grad)
-    operands = dict.fromkeys(
-        "bias mask alibi_slopes sinks block_mask q_lens kv_lens cu_seqlens_q cu_seqlens_k page_table dropout_seed".split()
-    )
+    operands = dict.fromkeys(Operands._fields[3:14])
     scalars = [-1, -1, -1, 0, False, 0.3, 0.0, 0.0, 0, 0, 0, False, False, NAME]
     operands.update({name: value for name, value in extra.items() if name in operands})
     scalars[10] = extra.get("grads", 0)

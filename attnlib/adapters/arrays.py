@@ -77,4 +77,6 @@ def _require_writeable(name: str, cache: Any) -> None:
     else:
         fits = type(cache).__module__.partition(".")[0] not in ("jax", "jaxlib")
     if not fits:
-        raise ArgumentError(f"{name}: needs an array that can be written in place, got a read-only {type(cache).__name__}")
+        raise ArgumentError(
+            f"{name}: needs an array that can be written in place, got a read-only {type(cache).__name__}"
+        )
