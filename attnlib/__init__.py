@@ -5,17 +5,8 @@
 >>> out = attnlib.attention(q, k, v, causal=True)
 """
 
-from .api import (
-    BackendInfo,
-    BlockMask,
-    attention,
-    attention_kvcache,
-    attention_varlen,
-    backends,
-    explain,
-    merge,
-    support_matrix,
-)
+from .api import attention, attention_kvcache, attention_varlen
+from .calls import BlockMask
 from .dispatch import Decision, use_backend
 from .dropout import dropout_mask
 from .errors import (
@@ -26,6 +17,8 @@ from .errors import (
     KernelNotCached,
     UnsupportedError,
 )
+from .inspection import BackendInfo, backends, explain, support_matrix
+from .merging import merge
 from .problem import AttentionProblem
 from .registry import register_backend
 

@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import numbers
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import dispatch, ops, registry
-from .arguments import Operands, Options, Scalars, check, check_types
-from .backend import Target
-from .dispatch import Decision
+from . import dispatch, ops, run
+from . import vmap as _vmap  # noqa: F401  registers itself
+from .arguments import check_types
+from .calls import BlockMask, autocast, blocks_of, head_dim_of, length_hint, scalars_of, seed_tensor
 from .errors import ArgumentError, ArgumentTypeError
-from .problem import AttentionProblem, Feature
+from .operands import Operands
+from .options import Options
 
 Result = Any  # a tensor, or (out, lse) with return_lse=True
-
-
-@dataclass(frozen=True, eq=False)
-class BlockMask:
-    """Block-sparse visibility: key block n is visible to query block m iff mask[b, h, m, n] is True.
-
-    Kernels skip blocks that are wholly hidden, so a mask of 25 % density costs about a quarter of a dense call.
-    Source: block-sparse FlashAttention, Dao et al., 2022, https://arxiv.org/abs/2205.14135, section 3.3.
-
-    Args:
-        mask: bool [batch or 1, num_heads_q or 1, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)].
-        block_q: queries a block, a multiple of 16.
-        block_k: keys a block, a multiple of 16.
-
-    Raises:
-        ArgumentTypeError: mask is not a bool tensor, or a block size is not an int.
-        ArgumentError: mask has not four dimensions, or a block size is not a positive multiple of 16.
-    """
-
-    mask: torch.Tensor
-    block_q: int
-    block_k: int
-
-    def __post_init__(self) -> None:
-        for name in ("block_q", "block_k"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise ArgumentTypeError(f"block_mask.{name}: needs an int, got {size!r}")
-            if size <= 0 or size % 16 or size > 1 << 30:
-                raise ArgumentError(f"block_mask.{name}: needs a positive multiple of 16, got {size}")
-        if not hasattr(self.mask, "shape"):
-            raise ArgumentTypeError(f"block_mask.mask: needs a bool tensor, got {type(self.mask).__name__}")
-        if isinstance(self.mask, torch.Tensor) and self.mask.dtype != torch.bool:
-            raise ArgumentTypeError(f"block_mask.mask: needs bool, got {self.mask.dtype}")
-        if len(self.mask.shape) != 4:
-            raise ArgumentError(f"block_mask.mask: needs 4 dimensions, got shape {list(self.mask.shape)}")
 
 
 def attention(
@@ -129,10 +91,10 @@ def attention(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention, locals())
-    options = Options.of(_head_dim(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
+    options = Options.of(head_dim_of(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
     operands = Operands(
-        q, k, v, bias, mask, alibi_slopes, sinks, _blocks(block_mask), q_lens, kv_lens, None, None, None,
-        _seed(q, dropout_p, dropout_seed),
+        q, k, v, bias, mask, alibi_slopes, sinks, blocks_of(block_mask), q_lens, kv_lens, None, None, None,
+        seed_tensor(q, dropout_p, dropout_seed),
     )  # fmt: skip
     return _run(operands, options, block_mask, -1, -1, return_lse, backend)
 
@@ -193,15 +155,15 @@ def attention_varlen(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention_varlen, locals())
-    options = Options.of(_head_dim(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
+    options = Options.of(head_dim_of(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is None:
             raise ArgumentTypeError(f"{name}: needs an int32 tensor [batch + 1], got None")
     operands = Operands(
-        q, k, v, bias, mask, alibi_slopes, sinks, _blocks(block_mask), None, None, cu_seqlens_q, cu_seqlens_k,
-        page_table, _seed(q, dropout_p, dropout_seed),
+        q, k, v, bias, mask, alibi_slopes, sinks, blocks_of(block_mask), None, None, cu_seqlens_q, cu_seqlens_k,
+        page_table, seed_tensor(q, dropout_p, dropout_seed),
     )  # fmt: skip
-    longest_q, longest_k = _hint("max_seqlen_q", max_seqlen_q), _hint("max_seqlen_k", max_seqlen_k)
+    longest_q, longest_k = length_hint("max_seqlen_q", max_seqlen_q), length_hint("max_seqlen_k", max_seqlen_k)
     return _run(operands, options, block_mask, longest_q, longest_k, return_lse, backend)
 
 
@@ -275,151 +237,12 @@ def attention_kvcache(
                 raise ArgumentError(
                     f"{name}: needs no gradient, since attention_kvcache has no backward; got requires_grad=True"
                 )
-    options = Options.of(_head_dim(q), causal, "bottom_right", window, scale, softcap, 0.0, False)
+    options = Options.of(head_dim_of(q), causal, "bottom_right", window, scale, softcap, 0.0, False)
     operands = Operands(
         q, k_cache, v_cache, bias, mask, alibi_slopes, sinks, None, q_lens, kv_lens, None, None, page_table, None,
         k_new, v_new, new_lens,
     )  # fmt: skip
     return _run(operands, options, None, -1, -1, return_lse, backend, cache=True)
-
-
-def merge(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a union of key sets from the attention over each: out = sum_n exp(lse_n - lse) out_n.
-
-    Plain differentiable torch. A part whose lse is -inf weighs nothing, whatever its out holds. Sinks may be in one
-    part at most.
-
-    Args:
-        outs: tensors of one shape, [batch, seqlen_q, num_heads_q, head_dim_v] or packed [total_q, num_heads_q, .].
-        lses: as many, [batch, num_heads_q, seqlen_q] or packed [num_heads_q, total_q], natural logarithms.
-
-    Returns:
-        out in the dtype of outs[0], and lse = log(sum_n exp(lse_n)).
-
-    Raises:
-        ArgumentError: no parts, as many outs as lses not given, or shapes that do not fit together.
-
-    Example:
-        >>> parts = [attnlib.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 50), slice(50, None))]
-        >>> out, lse = attnlib.merge([p[0] for p in parts], [p[1] for p in parts])
-    """
-    outs, lses = list(outs), list(lses)
-    if not outs or len(outs) != len(lses):
-        raise ArgumentError(f"outs, lses: need as many of each, at least one, got {len(outs)} and {len(lses)}")
-    for name, tensors in (("outs", outs), ("lses", lses)):
-        for index, tensor in enumerate(tensors):
-            if not isinstance(tensor, torch.Tensor):
-                raise ArgumentTypeError(f"{name}[{index}]: needs a tensor, got {type(tensor).__name__}")
-            if tensor.dtype != tensors[0].dtype or tensor.device != tensors[0].device:
-                needed, got = (f"{t.dtype} on {t.device}" for t in (tensors[0], tensor))
-                raise ArgumentError(f"{name}[{index}]: needs {needed}, got {got}")
-            if tensor.shape != tensors[0].shape:
-                raise ArgumentError(f"{name}[{index}]: needs shape {list(tensors[0].shape)}, got {list(tensor.shape)}")
-    shape = outs[0].shape
-    rows = (shape[1], shape[0]) if len(shape) == 3 else (shape[0], shape[2], shape[1]) if len(shape) == 4 else None
-    if rows is None or tuple(lses[0].shape) != rows:
-        raise ArgumentError(
-            f"lses: need shape {rows and list(rows)} for outs of {list(shape)}, got {list(lses[0].shape)}"
-        )
-    dtype = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
-    stacked = torch.stack([lse.to(dtype) for lse in lses])
-    top = stacked.detach().amax(0)
-    top = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-    empty = stacked == -torch.inf
-    weights = torch.where(empty, 0.0, torch.exp(torch.where(empty, 0.0, stacked) - top))
-    total = weights.sum(0)
-    nothing = total == 0
-    lse = torch.where(nothing, -torch.inf, top + torch.log(torch.where(nothing, 1.0, total)))
-    shares = weights / torch.where(nothing, 1.0, total)
-    out = torch.full_like(outs[0], -0.0, dtype=dtype)  # -0.0 + x is x to the bit
-    for part, share, hidden in zip(outs, shares, empty):
-        hidden_rows = hidden.transpose(-1, -2).unsqueeze(-1)
-        weighed = share.transpose(-1, -2).unsqueeze(-1) * torch.where(hidden_rows, 0.0, part.to(dtype))
-        out = torch.where(hidden_rows, out, out + weighed)
-    out = torch.where(nothing.transpose(-1, -2).unsqueeze(-1), 0.0, out)
-    return out.to(outs[0].dtype), lse
-
-
-def explain(
-    q: Any, k: Any = None, v: Any = None, *, device: Any = None, backend: str | None = None, **arguments: Any
-) -> Decision:
-    """Which backend would run a call, and every reason of the others; for hardware that is not present, too.
-
-    Args:
-        q, k, v: as in attention, attention_varlen or attention_kvcache; or an AttentionProblem as the only one.
-        device: None for the device of q, a torch device, or an architecture: "sm_90", "gfx942", "cpu".
-        backend: as in attention.
-        arguments: any keyword of the three functions; cu_seqlens_q or kv_lens may be among them.
-
-    Returns:
-        A Decision: str() prints it, .chosen names the backend or is None, .refusals holds the reasons.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: as the call itself would.
-
-    Example:
-        >>> print(attnlib.explain(q, k, v, causal=True, device="sm_90"))   # doctest: +SKIP
-    """
-    if isinstance(q, AttentionProblem):
-        if k is not None or v is not None or arguments:
-            raise ArgumentTypeError(
-                "explain: needs either an AttentionProblem alone, or q, k, v and keywords, got both"
-            )
-        problem, home = q, torch.device("cpu")
-    else:
-        problem, home = _problem_of(q, k, v, arguments)
-    target = dispatch.parse_target(device if device is not None else home)
-    decision = dispatch.select(problem, target, dispatch.requested(backend))
-    return _with_details(dataclasses.replace(decision, problem=problem))
-
-
-def _with_details(decision: Decision) -> Decision:
-    """The decision with what the chosen plan says of itself, where that can be had without the device."""
-    if decision.chosen is None:
-        return decision
-    candidate = decision.candidate
-    assert candidate.backend is not None and candidate.family is not None
-    try:
-        details = candidate.backend.describe(decision.problem, candidate.family.name, decision.target)
-    except Exception as error:  # a port's fault must not hide the decision
-        details = {"describe": f"{type(error).__name__}: {error}"}
-    return dataclasses.replace(decision, details=details)
-
-
-def problem_of(q: Any, k: Any, v: Any, **arguments: Any) -> AttentionProblem:
-    """The AttentionProblem of a call with these arguments, any keyword of the three attention functions."""
-    return _problem_of(q, k, v, arguments)[0]
-
-
-def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[AttentionProblem, torch.device]:
-    functions: tuple[Any, ...] = (attention, attention_varlen, attention_kvcache)
-    known = {name for function in functions for name in function.__kwdefaults__}
-    known |= {"cu_seqlens_q", "cu_seqlens_k"}
-    for name in arguments:
-        if name not in known:
-            raise ArgumentTypeError(f"explain: no attention function has an argument {name!r}")
-    if not isinstance(q, torch.Tensor):
-        from .adapters import arrays
-
-        q, k, v = (arrays.to_torch(array, name)[0] for name, array in zip("qkv", (q, k, v)))
-        arguments = {name: arrays.as_torch(name, value) for name, value in arguments.items()}
-    get = arguments.get
-    options = Options.of(
-        _head_dim(q), get("causal", False), get("causal_alignment", "bottom_right"), get("window"), get("scale"),
-        get("softcap"), get("dropout_p", 0.0), get("deterministic"),
-    )  # fmt: skip
-    block_mask = get("block_mask")
-    operands = Operands(
-        q, k, v, get("bias"), get("mask"), get("alibi_slopes"), get("sinks"), _blocks(block_mask), get("q_lens"),
-        get("kv_lens"), get("cu_seqlens_q"), get("cu_seqlens_k"), get("page_table"), None, get("k_new"), get("v_new"),
-        get("new_lens"),
-    )  # fmt: skip
-    operands = _autocast(operands, cache="new_lens" in arguments or operands.k_new is not None)
-    longest_q, longest_k = _hint("max_seqlen_q", get("max_seqlen_q")), _hint("max_seqlen_k", get("max_seqlen_k"))
-    scalars = _scalars(operands, options, block_mask, longest_q, longest_k)
-    if operands.k_new is not None:
-        scalars = scalars._replace(grads=0)
-    return check(operands, scalars), operands.q.device
 
 
 # --- from the public functions to the operators ----------------------------------------------------------------------
@@ -439,9 +262,9 @@ def _run(
         check_types(operands)
     kind = operands.q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
-        operands = _autocast(operands, cache)
+        operands = autocast(operands, cache)
     spec = dispatch.requested(backend)
-    scalars = _scalars(operands, options, block_mask, longest_q, longest_k)
+    scalars = scalars_of(operands, options, block_mask, longest_q, longest_k)
     if operands.k_new is not None:
         out, lse = ops.append_forward_op(
             operands.k_new, operands.v_new, operands.new_lens, *operands[:14], *scalars, spec
@@ -449,121 +272,9 @@ def _run(
     else:
         direct = None
         if not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
-            direct = ops.run_reference(operands, scalars, spec)
+            direct = run.run_reference(operands, scalars, spec)
         out, lse = direct or ops.call(operands, scalars, spec)
     return (out, lse) if return_lse else out
-
-
-def _scalars(
-    operands: Operands, options: Options, block_mask: BlockMask | None, longest_q: int, longest_k: int
-) -> Scalars:
-    return Scalars(
-        longest_q,
-        longest_k,
-        options.left,
-        options.right,
-        options.top_left,
-        options.scale,
-        options.softcap,
-        options.dropout_p,
-        0 if block_mask is None else block_mask.block_q,
-        0 if block_mask is None else block_mask.block_k,
-        _grads(operands) if torch.is_grad_enabled() else 0,
-        options.deterministic,
-        _allows_tf32(operands.q),
-    )
-
-
-def _grads(operands: Operands) -> int:
-    slopes, bias, sinks = operands.alibi_slopes, operands.bias, operands.sinks
-    if slopes is not None and slopes.requires_grad:
-        raise ArgumentError("alibi_slopes: needs no gradient, since none is computed for it; got requires_grad=True")
-    return (
-        operands.q.requires_grad
-        | operands.k.requires_grad << 1
-        | operands.v.requires_grad << 2
-        | (bias is not None and bias.requires_grad) << 3
-        | (sinks is not None and sinks.requires_grad) << 4
-    )
-
-
-def _autocast(operands: Operands, cache: bool = False) -> Operands:
-    """q, k and v in autocast's dtype; a cache keeps its own, which q and the new tokens then take."""
-    kind = operands.q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return operands
-    dtype = operands.k.dtype if cache else torch.get_autocast_dtype(kind)
-
-    def cast(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-            return tensor
-        return tensor.to(dtype)
-
-    names = ("q", "k_new", "v_new") if cache else ("q", "k", "v")
-    changes: dict[str, Any] = {name: cast(getattr(operands, name)) for name in names}
-    return operands._replace(**changes)
-
-
-def _allows_tf32(q: torch.Tensor) -> bool:
-    return q.dtype == torch.float32 and q.device.type == "cuda" and _torch_allows_tf32()
-
-
-@torch._dynamo.assume_constant_result
-def _torch_allows_tf32() -> bool:
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    if precision is None:
-        return torch.get_float32_matmul_precision() != "highest"
-    return precision == "tf32"
-
-
-def _head_dim(q: torch.Tensor) -> int:
-    if q.layout != torch.strided:
-        raise ArgumentTypeError(f"q: needs a dense (strided) tensor, got layout {q.layout}")
-    if q.dim() == 0:
-        raise ArgumentError("q: needs 4 dimensions [batch, seqlen, heads, head_dim], or 3 when packed, got none")
-    return q.shape[-1]
-
-
-def _blocks(block_mask: BlockMask | None) -> torch.Tensor | None:
-    if block_mask is None:
-        return None
-    if not isinstance(block_mask, BlockMask):
-        raise ArgumentTypeError(f"block_mask: needs an attnlib.BlockMask, got {type(block_mask).__name__}")
-    return block_mask.mask
-
-
-def _hint(name: str, value: Any) -> int:
-    if value is None or isinstance(value, torch.Tensor):
-        return -1  # a tensor's value is not worth a synchronisation: grids come from totals
-    if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral, torch.SymInt)):
-        raise ArgumentTypeError(f"{name}: needs an int, a one-element tensor or None, got {value!r}")
-    length: Any = value if isinstance(value, torch.SymInt) else int(value)
-    if length < 0:
-        raise ArgumentError(f"{name}: needs at least 0, got {length}")
-    if length > 2**31 - 1:
-        raise ArgumentError(f"{name}: needs at most 2**31 - 1, got {length}")
-    return length
-
-
-def _seed(q: torch.Tensor, dropout_p: float, seed: Any) -> torch.Tensor | None:
-    if isinstance(seed, torch.Tensor):
-        if seed.dtype != torch.int64 or seed.numel() != 1:
-            raise ArgumentError(
-                "dropout_seed: needs an int or an int64 tensor of one element, got "
-                f"{str(seed.dtype).removeprefix('torch.')} {list(seed.shape)}"
-            )
-    elif seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, (int, numbers.Integral)):
-            raise ArgumentTypeError(f"dropout_seed: needs an int or an int64 tensor of one element, got {seed!r}")
-        if not -(2**63) <= int(seed) < 2**63:
-            raise ArgumentError(f"dropout_seed: needs an int from -2**63 to 2**63 - 1, got {seed}")
-    if int(dropout_p * 65536 + 0.5) == 0:
-        return None
-    if seed is None:
-        return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, torch.Tensor):
-        return seed
-    return torch.full((1,), int(seed), dtype=torch.int64, device=q.device)
 
 
 def _through_arrays(function: Any, arguments: dict[str, Any]) -> Any:
@@ -571,68 +282,3 @@ def _through_arrays(function: Any, arguments: dict[str, Any]) -> Any:
     from .adapters import arrays
 
     return arrays.call(function, arguments)
-
-
-# --- what there is --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BackendInfo:
-    """A backend as attnlib.backends() lists it. `unusable` says why it can't run on the device asked about."""
-
-    name: str
-    origin: str
-    families: tuple[str, ...]
-    unusable: tuple[Any, ...]
-    import_seconds: float
-
-
-def backends(device: Any = "cpu") -> tuple[BackendInfo, ...]:
-    """Every backend known, with the reasons why one cannot run on device (see explain); never makes a CUDA context.
-
-    Example:
-        >>> [info.name for info in attnlib.backends()][:1]
-        ['reference']
-    """
-    target = dispatch.parse_target(device)
-    return tuple(_info(entry, target) for entry in registry.entries())
-
-
-def _info(entry: registry.Entry, target: Target) -> BackendInfo:
-    if entry.backend is None:
-        return BackendInfo(entry.name, entry.origin, (), (entry.refusal,), entry.seconds)
-    reasons: list[Any] = []
-    for family in entry.families:
-        mine = [*dispatch.device_refusals(family, target), *entry.backend.available(family.name, target)]
-        if not mine:
-            reasons = []
-            break
-        reasons += [reason for reason in mine if reason not in reasons]
-    names = tuple(family.name for family in entry.families if family.name)
-    return BackendInfo(entry.name, entry.origin, names, tuple(reasons), entry.seconds)
-
-
-def support_matrix() -> list[dict[str, Any]]:
-    """One row for each kernel family, made from the declared capabilities: devices, dtypes, head_dim, features.
-
-    Example:
-        >>> attnlib.support_matrix()[0]["backend"]
-        'reference'
-    """
-    rows = []
-    for entry in registry.entries():
-        for family in entry.families:
-            caps = family.capabilities
-            rows.append(
-                {
-                    "backend": f"{entry.name}:{family.name}" if family.name else entry.name,
-                    "devices": sorted(caps.device_kinds),
-                    "archs": list(caps.archs),
-                    "dtypes": sorted(str(dtype).removeprefix("torch.") for dtype in caps.dtypes),
-                    "max_head_dim": caps.max_head_dim,
-                    "features": {feature.value: feature in caps.features for feature in Feature},
-                    "masked_nan_safe": (caps.masked_nan_safe_forward, caps.masked_nan_safe_backward),
-                    "note": family.note,
-                }
-            )
-    return rows

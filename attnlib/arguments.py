@@ -1,164 +1,18 @@
-"""From the arguments of a call to an AttentionProblem and canonical Tensors. Nothing behind this validates again.
-
-Two steps: `Options.of` checks what is no tensor (once, in the public function, so that torch.compile sees plain
-numbers), and `bind` checks the tensors and brings them into canonical form, inside the operator.
-"""
+"""From the tensors of a call to an AttentionProblem and canonical Tensors. Nothing behind this validates again."""
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from . import settings
 from .errors import ArgumentError, ArgumentTypeError
+from .lengths import check_values
+from .operands import Operands, Scalars
 from .problem import DTYPES, AttentionProblem, Tensors, Window
 
-UNBOUNDED = -1
 _GRADS = ("q", "k", "v", "bias", "sinks")
 _FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
-
-
-class Options(NamedTuple):
-    """The plain numbers of a call, in the form the operators take them. Window ends: -1 is unbounded."""
-
-    left: int
-    right: int
-    top_left: bool
-    scale: float
-    softcap: float  # 0: none
-    dropout_p: float
-    deterministic: bool
-
-    @staticmethod
-    def of(
-        head_dim: int,
-        causal: bool,
-        causal_alignment: str,
-        window: Sequence[int | None] | None,
-        scale: float | None,
-        softcap: float | None,
-        dropout_p: float = 0.0,
-        deterministic: bool | None = None,
-    ) -> Options:
-        """Check and normalise. Raises ArgumentError or ArgumentTypeError naming the argument."""
-        if not isinstance(causal, bool):
-            raise ArgumentTypeError(f"causal: needs True or False, got {causal!r}")
-        if causal_alignment not in ("bottom_right", "top_left"):
-            raise ArgumentError(f"causal_alignment: needs 'bottom_right' or 'top_left', got {causal_alignment!r}")
-        left, right = _window(window)
-        if causal:
-            right = 0
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        elif not isinstance(deterministic, bool):
-            raise ArgumentTypeError(f"deterministic: needs True, False or None, got {deterministic!r}")
-        return Options(
-            left,
-            right,
-            causal_alignment == "top_left",
-            _default_scale(head_dim) if scale is None else _number("scale", scale),
-            0.0 if softcap is None else _positive("softcap", softcap),
-            _probability(dropout_p),
-            deterministic,
-        )
-
-
-def _default_scale(head_dim: int) -> float:
-    if head_dim == 0:
-        raise ArgumentError("q: needs head_dim of at least 1, got 0")
-    return head_dim**-0.5
-
-
-def _window(window: Sequence[int | None] | None) -> tuple[int, int]:
-    if window is None:
-        return UNBOUNDED, UNBOUNDED
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ArgumentTypeError(f"window: needs a pair (left, right) of ints >= 0 or None, got {window!r}")
-    ends: list[Any] = []
-    for end in window:
-        if end is None:
-            ends.append(UNBOUNDED)
-        elif isinstance(end, bool) or not isinstance(end, (int, numbers.Integral, torch.SymInt)):
-            raise ArgumentTypeError(f"window: needs ints >= 0 or None, got {window!r}")
-        elif end < 0:
-            raise ArgumentError(f"window: needs ints >= 0 or None (None is unbounded), got {window!r}")
-        else:
-            ends.append(end if isinstance(end, torch.SymInt) else min(int(end), 1 << 40))
-    return ends[0], ends[1]
-
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real, torch.SymFloat, torch.SymInt)):
-        raise ArgumentTypeError(f"{name}: needs a number, got {value!r} of type {type(value).__name__}")
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        return value
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not number - number == 0:  # NaN or infinite, in a form that torch.compile can trace
-        raise ArgumentError(f"{name}: needs a finite number, got {value!r}")
-    return number
-
-
-def _positive(name: str, value: Any) -> float:
-    number = _number(name, value)
-    if not number > 0:
-        raise ArgumentError(f"{name}: needs a finite number above 0, or None, got {value!r}")
-    return number
-
-
-def _probability(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
-        raise ArgumentTypeError(f"dropout_p: needs a number from 0 to 1, got {value!r} of type {type(value).__name__}")
-    number = float(value)
-    if not 0.0 <= number <= 1.0:
-        raise ArgumentError(f"dropout_p: needs a number from 0 to 1, got {value!r}")
-    return number
-
-
-class Operands(NamedTuple):
-    """The tensors of a call as the operators take them, before any check."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    bias: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    alibi_slopes: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
-    block_mask: torch.Tensor | None = None
-    q_lens: torch.Tensor | None = None
-    kv_lens: torch.Tensor | None = None
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    page_table: torch.Tensor | None = None
-    dropout_seed: torch.Tensor | None = None
-    k_new: torch.Tensor | None = None
-    v_new: torch.Tensor | None = None
-    new_lens: torch.Tensor | None = None
-
-
-class Scalars(NamedTuple):
-    """The plain numbers of a call as the operators take them. max_seqlen_* are -1 where not given."""
-
-    max_seqlen_q: int
-    max_seqlen_k: int
-    left: int
-    right: int
-    top_left: bool
-    scale: float
-    softcap: float
-    dropout_p: float
-    block_q: int
-    block_k: int
-    grads: int  # bit i: a gradient for q, k, v, bias, sinks
-    deterministic: bool
-    tf32: bool
 
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -394,7 +248,7 @@ def bind(operands: Operands, problem: AttentionProblem, dout: torch.Tensor | Non
             dout = dout.clone(memory_format=torch.contiguous_format)
     if _NOTHING.issuperset(map(type, operands[3:])):
         return Tensors(q, k, v, q, q, dout=dout)
-    _check_values(operands, problem)
+    check_values(operands, problem)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     slopes, block_mask = operands.alibi_slopes, operands.block_mask
     return Tensors(
@@ -425,89 +279,6 @@ def _values_new(v_new: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
     if v_new.shape[-1] != problem.head_dim_v:
         return v_new.new_zeros((*v_new.shape[:-1], problem.head_dim_v))
     return _unit_stride(v_new)
-
-
-# --- values the host can see ----------------------------------------------------------------------------------------
-
-_VALUED = ("q_lens", "kv_lens", "new_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table")
-
-
-def _check_values(operands: Operands, problem: AttentionProblem) -> None:
-    """Lengths and tables: on CPU always, elsewhere under ATTNLIB_DEBUG=bounds (it costs a synchronisation)."""
-    if all(getattr(operands, name) is None for name in _VALUED):
-        return
-    if operands.q.device.type != "cpu" and "bounds" not in settings.current().debug:
-        return
-    values = {name: getattr(operands, name) for name in _VALUED}
-    table = values.pop("page_table")
-    lists: dict[str, Any] = {name: None if tensor is None else tensor.tolist() for name, tensor in values.items()}
-    if problem.packed:
-        q_lens = _check_cumulative("q", lists["cu_seqlens_q"], problem.total_q, problem.seqlen_q)
-        limit = None if table is not None else problem.total_k
-        kv_lens = cached = _check_cumulative("k", lists["cu_seqlens_k"], limit, problem.seqlen_k)
-    else:
-        _check_range("q_lens", lists["q_lens"], 0, problem.seqlen_q)
-        _check_range("kv_lens", lists["kv_lens"], 0, problem.seqlen_k)
-        q_lens = lists["q_lens"] or [problem.seqlen_q] * problem.batch
-        kv_lens = cached = lists["kv_lens"] or [problem.seqlen_k] * problem.batch
-        if operands.k_new is not None:
-            length = operands.k_new.shape[1]
-            _check_range("new_lens", lists["new_lens"], 0, length)
-            new_lens = lists["new_lens"] or [length] * problem.batch
-            kv_lens = [before + new for before, new in zip(cached, new_lens)]
-            for b, total in enumerate(kv_lens):
-                if total > problem.seqlen_k:
-                    raise ArgumentError(
-                        f"kv_lens: needs kv_lens + new_lens of at most {problem.seqlen_k}, the capacity of the cache, "
-                        f"got {cached[b]} + {new_lens[b]} for sequence {b}"
-                    )
-    if table is not None:
-        _check_pages(problem, table, operands.k.shape[0], q_lens, cached, kv_lens)
-
-
-def _check_pages(
-    problem: AttentionProblem,
-    table: torch.Tensor,
-    pages: int,
-    q_lens: list[int],
-    cached: list[int],
-    kv_lens: list[int],
-) -> None:
-    """Table entries that are read or written; those before a window's first key or past the last one may hold anything."""
-    size, left = problem.page_size or 1, problem.window.left
-    rows = table[:, : -(-max(kv_lens, default=0) // size)].tolist()
-    for b, row in enumerate(rows):
-        first = 0 if problem.top_left else kv_lens[b] - q_lens[b]
-        lo = 0 if left is None else max(0, first - left)
-        written = kv_lens[b] - cached[b]
-        if q_lens[b] == 0 or written:
-            lo = cached[b] if q_lens[b] == 0 else min(lo, cached[b])
-        for slot in range(lo // size, -(-kv_lens[b] // size)):
-            if not 0 <= row[slot] < pages:
-                raise ArgumentError(f"page_table: needs pages from 0 to {pages - 1}, got {row[slot]} at [{b}, {slot}]")
-
-
-def _check_range(name: str, values: list[int] | None, low: int, high: int) -> None:
-    for b, value in enumerate(values or ()):
-        if not low <= value <= high:
-            raise ArgumentError(f"{name}: needs values from {low} to {high}, got {value} for sequence {b}")
-
-
-def _check_cumulative(side: str, values: list[int], total: int | None, longest: int) -> list[int]:
-    name = f"cu_seqlens_{side}"
-    if values[0] != 0:
-        raise ArgumentError(f"{name}: needs to start at 0, got {values[0]}")
-    lens = [after - before for before, after in zip(values, values[1:])]
-    for b, length in enumerate(lens):
-        if length < 0:
-            raise ArgumentError(f"{name}: needs to be non-decreasing, got {values[b]} then {values[b + 1]}")
-        if length > longest:
-            raise ArgumentError(
-                f"max_seqlen_{side}: needs at least {length}, the length of sequence {b}, got {longest}"
-            )
-    if total is not None and values[-1] > total:
-        raise ArgumentError(f"{name}: needs to end at most at {total}, the rows of {side}, got {values[-1]}")
-    return lens
 
 
 # --- small helpers --------------------------------------------------------------------------------------------------

@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import platform
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from . import registry, settings
-from .backend import Backend, Family, Plan, Refusal, RefusalCode, Resources, Target, capability_refusals
+from .backend import Backend, Family, Plan, Refusal, RefusalCode, Target, capability_refusals
 from .errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from .lru import LRU
 from .problem import AttentionProblem
+from .targets import parse_target, target_of
+
+__all__ = ["Candidate", "Decision", "parse_target", "select", "target_of", "use_backend"]
 
 log = logging.getLogger("attnlib")
 
@@ -32,39 +34,6 @@ DEFAULT_ORDER: Mapping[str, tuple[str, ...]] = {
     "rocm": ("triton", "cupy"),
 }
 ONLY_BY_NAME = frozenset({"reference"})
-
-Value = TypeVar("Value")
-
-
-class LRU(Generic[Value]):
-    """A bounded, thread-safe map that drops what was not used for longest."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._items: OrderedDict[Hashable, Value] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> Value | None:
-        value = self._items.get(key)
-        if value is not None:
-            try:
-                self._items.move_to_end(key)
-            except KeyError:
-                return value  # another thread has dropped it meanwhile
-        return value
-
-    def put(self, key: Hashable, value: Value) -> None:
-        with self._lock:
-            self._items[key] = value
-            while len(self._items) > self._size:
-                self._items.popitem(last=False)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._items.clear()
-
-    def __len__(self) -> int:
-        return len(self._items)
 
 
 @dataclass(frozen=True)
@@ -244,60 +213,6 @@ def _order(target: Target, names: str) -> tuple[tuple[str, ...] | None, str]:
     if names.startswith("$"):
         return parse_names(names[1:], "ATTNLIB_BACKEND"), "ATTNLIB_BACKEND"
     return parse_names(names, "backend"), "asked for by name"
-
-
-# --- targets --------------------------------------------------------------------------------------------------------
-
-_targets: dict[torch.device, Target] = {}
-
-
-def target_of(device: torch.device) -> Target:
-    """The target of a device that is present."""
-    target = _targets.get(device)
-    if target is None:
-        target = _targets[device] = _find_target(device)
-    return target
-
-
-def _find_target(device: torch.device) -> Target:
-    if device.type == "cuda":
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        properties = torch.cuda.get_device_properties(index)
-        if torch.version.hip:
-            return Target("rocm", properties.gcnArchName.split(":")[0], index, resources=_resources(properties))
-        return Target("cuda", f"sm_{properties.major}{properties.minor}", index, resources=_resources(properties))
-    if device.type == "cpu":
-        return Target("cpu", platform.machine())
-    return Target(device.type, device.type, device.index)
-
-
-def _resources(properties: Any) -> Resources:
-    return Resources(
-        multiprocessors=properties.multi_processor_count,
-        shared_memory_per_block=getattr(
-            properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
-        ),
-        l2_bytes=properties.L2_cache_size,
-        warp_size=properties.warp_size,
-    )
-
-
-def parse_target(device: str | torch.device | Target) -> Target:
-    """A target from a device, or from the name of an architecture that need not be here: "sm_90", "gfx942", "cpu"."""
-    if isinstance(device, Target):
-        return device
-    if isinstance(device, str):
-        name = device.strip().lower()
-        if name.startswith("sm_") and name[3:].rstrip("af").isdigit():
-            return Target("cuda", name.rstrip("af"), present=False)
-        if name.startswith("gfx") and len(name) > 3:
-            return Target("rocm", name.split(":")[0], present=False)
-    try:
-        return target_of(torch.device(device))
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ArgumentError(
-            f"device: needs a torch device, or an architecture such as sm_90 or gfx942, got {device!r} ({error})"
-        ) from None
 
 
 # --- selection ------------------------------------------------------------------------------------------------------

@@ -7,21 +7,17 @@ nothing watches skip the dispatcher, which costs more than a small problem's ker
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 
-from . import dispatch, registry, settings, settle
-from .arguments import Operands, Scalars, bind, check, check_devices
-from .backend import Plan
+from . import dispatch
+from .arguments import check_devices
 from .errors import ArgumentError, UnsupportedError
-from .memory import allocate, poison
-from .problem import AttentionProblem, Tensors
+from .operands import Operands, Scalars
+from .run import run_backward, run_forward
 
 _COMMON = (
     "Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? block_mask, Tensor? q_lens, "
@@ -45,199 +41,20 @@ library.define(
 )
 
 
-# --- running a plan -------------------------------------------------------------------------------------------------
-
-
-def prepare(operands: Operands, scalars: Scalars, spec: str) -> tuple[AttentionProblem, Plan | None, str]:
-    """Check the call and find its plan; the second call of the same shapes is one dictionary look-up.
-
-    The plan is None where there is nothing for a kernel to do: no query, no key or no head.
-    """
-    q, k, v = operands[:3]
-    key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        *[None if t is None else (t.shape, t.dtype, t.device) for t in operands[3:]],
-        scalars, spec, registry.generation,
-    )  # fmt: skip
-    found = dispatch.ready.get(key)
-    if found is None:
-        problem = check(operands, scalars)
-        if problem.head_dim_v == 0:  # an empty out, but an lse: run with values of zeros
-            problem = dataclasses.replace(problem, head_dim_v=problem.head_dim, aligned=False)
-        target = dispatch.target_of(q.device)
-        if 0 in (
-            problem.batch,
-            problem.num_heads_q,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.total_q,
-            problem.total_k,
-        ):
-            found = (problem, None, dispatch.choose(problem, target, spec).name)
-        else:
-            with _on(q.device):
-                name, plan = dispatch.plan_for(problem, target, spec)
-            found = (problem, plan, name)
-        dispatch.ready.put(key, found)
-    return found
-
-
-@contextlib.contextmanager
-def _environment(device: torch.device) -> Iterator[None]:
-    with _on(device), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make device torch's current one, where that is a notion."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
-
-
-def _run(step: Callable[[AttentionProblem, Tensors], None], problem: AttentionProblem, tensors: Tensors) -> None:
-    """Run one direction of a plan with its device current and autocast off."""
-    device = tensors.q.device
-    if torch.is_autocast_enabled(device.type) or (
-        device.type == "cuda" and device.index != torch.cuda.current_device()
-    ):
-        with _environment(device):
-            step(problem, tensors)
-    else:
-        step(problem, tensors)
-
-
-def run_forward(
-    operands: Operands, scalars: Scalars, spec: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, str]:
-    """out, lse, stats (None where backward does not need them) and the full name of what ran."""
-    problem, plan, name = prepare(operands, scalars, spec)
-    tensors = bind(operands, problem)
-    q = tensors.q
-    if problem.head_dim_v == problem.head_dim:
-        tensors.out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        tensors.out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    tensors.lse = q.new_empty(lse_shape(problem), dtype=problem.accumulate_dtype)
-    if problem.needs_stats:
-        tensors.stats = q.new_empty((2, *lse_shape(problem)), dtype=problem.accumulate_dtype)
-    if settings.current().debug:
-        poison(tensors.out, tensors.lse, *(() if tensors.stats is None else (tensors.stats,)))
-    if plan is None:
-        settle.forward(problem, tensors)
-    else:
-        _run(plan.forward, problem, tensors)
-    if problem.append:
-        _write_back(operands, tensors)
-    _after(problem, tensors, name)
-    out = tensors.out if operands.v.shape[-1] else tensors.out[..., :0].contiguous()
-    return out, tensors.lse, tensors.stats, name
-
-
-def run_reference(operands: Operands, scalars: Scalars, spec: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """out and lse as plain differentiable torch, if the reference is what dispatch chooses; else None."""
-    from . import reference
-
-    problem = check(operands, scalars)
-    if dispatch.choose(problem, dispatch.target_of(operands.q.device), spec).name != "reference":
-        return None
-    return reference.attention(problem, bind(operands, problem))
-
-
-def run_backward(
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    stats: torch.Tensor | None,
-    operands: Operands,
-    scalars: Scalars,
-    spec: str,
-) -> tuple[torch.Tensor | None, ...]:
-    """dq, dk, dv, dbias, dsinks of one call; None where not asked for."""
-    problem, plan, name = prepare(operands, scalars, spec)
-    tensors = bind(operands, problem, dout=_dense_dout(dout, out, operands, problem))
-    device, wanted = out.device, problem.grads
-    tensors.out = out.contiguous() if operands.v.shape[-1] else torch.zeros_like(tensors.q)
-    tensors.lse = lse.contiguous()
-    tensors.stats = stats.contiguous() if problem.needs_stats and stats is not None else None
-    tensors.dlse = None if dlse is None else dlse.contiguous()
-    for grad in ("q", "k", "v"):
-        if grad in wanted:
-            operand = getattr(tensors, grad)
-            setattr(tensors, f"d{grad}", allocate(operand.shape, operand.dtype, device))
-    dbias = dsinks = None
-    if "bias" in wanted and operands.bias is not None:
-        dbias = torch.zeros(operands.bias.shape, dtype=problem.accumulate_dtype, device=device)
-        tensors.dbias = dbias.expand(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
-    if "sinks" in wanted and operands.sinks is not None:
-        dsinks = tensors.dsinks = torch.zeros(operands.sinks.shape, dtype=problem.accumulate_dtype, device=device)
-    if plan is None:
-        settle.backward(problem, tensors)
-    else:
-        _run(plan.backward, problem, tensors)
-    _after(problem, None, name)
-    if dbias is not None and operands.bias is not None:
-        dbias = dbias.to(operands.bias.dtype)
-    if dsinks is not None and operands.sinks is not None:
-        dsinks = dsinks.to(operands.sinks.dtype)
-    dv = tensors.dv
-    if dv is not None and not operands.v.shape[-1]:
-        dv = dv[..., :0].contiguous()
-    return tensors.dq, tensors.dk, dv, dbias, dsinks
-
-
-def _dense_dout(
-    dout: torch.Tensor | None, out: torch.Tensor, operands: Operands, problem: AttentionProblem
-) -> torch.Tensor:
-    if dout is None or not operands.v.shape[-1]:
-        return torch.zeros((), dtype=out.dtype, device=out.device).expand(*out.shape[:-1], problem.head_dim_v)
-    return dout
-
-
-def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
-    if problem.packed:
-        return (problem.num_heads_q, problem.total_q)
-    return (problem.batch, problem.num_heads_q, problem.seqlen_q)
-
-
-def _write_back(operands: Operands, tensors: Tensors) -> None:
-    """A cache whose innermost stride is not 1 was worked on as a copy."""
-    for given, used in ((operands.k, tensors.k), (operands.v, tensors.v)):
-        if used.data_ptr() != given.data_ptr():
-            given.copy_(used)
-
-
-_dice = random.Random()  # its own, so that shadow checks leave the user's generators alone
-
-
-def _after(problem: AttentionProblem, tensors: Tensors | None, name: str) -> None:
-    debug = settings.current()
-    if not debug.debug and not debug.shadow:
-        return
-    if "sync" in debug.debug and torch.cuda.is_initialized():
-        torch.cuda.synchronize(None if tensors is None or not tensors.q.is_cuda else tensors.q.device)
-    if tensors is not None and _dice.random() < debug.shadow:
-        from .numerics import check_forward
-
-        check_forward(problem, tensors, name)
-
-
 # --- operators ------------------------------------------------------------------------------------------------------
 
 
-def _split(args: Sequence[Any]) -> tuple[Operands, Scalars, str]:
+def split(args: Sequence[Any]) -> tuple[Operands, Scalars, str]:
     return Operands(*args[:_NUM_OPERANDS]), Scalars(*args[_NUM_OPERANDS:-1]), args[-1]
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, lse, stats, _ = run_forward(*_split(args))
+    out, lse, stats, _ = run_forward(*split(args))
     return out, lse, _present(stats, lse)
 
 
 def _backward(dout: Any, dlse: Any, out: Any, lse: Any, stats: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(_present(grad, out) for grad in run_backward(dout, dlse, out, lse, stats, *_split(args)))
+    return tuple(_present(grad, out) for grad in run_backward(dout, dlse, out, lse, stats, *split(args)))
 
 
 def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -246,13 +63,13 @@ def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _append_forward(k_new: Any, v_new: Any, new_lens: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    operands, scalars, spec = _split(args)
+    operands, scalars, spec = split(args)
     out, lse, _, _ = run_forward(operands._replace(k_new=k_new, v_new=v_new, new_lens=new_lens), scalars, spec)
     return out, lse
 
 
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    operands, scalars, _ = _split(args)
+    operands, scalars, _ = split(args)
     check_devices(operands)
     q, v = operands.q, operands.v
     packed = operands.cu_seqlens_q is not None
@@ -271,7 +88,7 @@ def _append_forward_fake(k_new: Any, v_new: Any, new_lens: Any, *args: Any) -> t
 
 
 def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, stats: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    operands, scalars, _ = _split(args)
+    operands, scalars, _ = split(args)
     sources = (operands.q, operands.k, operands.v, operands.bias, operands.sinks)
     return tuple(
         out.new_empty(0) if tensor is None or not scalars.grads >> bit & 1 else tensor.new_empty(tensor.shape)
@@ -452,74 +269,3 @@ def call(operands: Operands, scalars: Scalars, spec: str) -> tuple[torch.Tensor,
         return run_forward(operands, scalars, spec)[:2]
     check_devices(operands)  # the dispatcher would answer for an operand on another device
     return forward_op(*operands[:_NUM_OPERANDS], *scalars, spec)[:2]
-
-
-# --- vmap -----------------------------------------------------------------------------------------------------------
-
-
-def _forward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    return _vmap(forward_op, 0, info, in_dims, args)
-
-
-def _backward_vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    return _vmap(backward_op, 5, info, in_dims, args)
-
-
-def _vmap(op: Callable[..., Any], first: int, info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    """Fold the new dimension into batch where that changes no result; run slice by slice elsewhere.
-
-    Folding would renumber the sequences that dropout counts, and mix gradients that are sums over the batch.
-    """
-    operands, scalars, _ = _split(args[first:])
-    dims = dict(zip(Operands._fields, in_dims[first:]))
-    mixes = first and scalars.grads >> 3
-    others = any(dims.get(name) is not None for name in Operands._fields[3:14])
-    if others or mixes or operands.cu_seqlens_q is not None or operands.page_table is not None or scalars.dropout_p > 0:
-        return _vmap_slices(op, info.batch_size, in_dims, args)
-    size = info.batch_size
-    if any(
-        t is not None and t.dim() == 4 and t.shape[0] != 1 for t in (operands.bias, operands.mask, operands.block_mask)
-    ):
-        return _vmap_slices(op, size, in_dims, args)
-    folded: list[Any] = list(args)
-    for index, (arg, dim) in enumerate(zip(args, in_dims)):
-        if not isinstance(arg, torch.Tensor):
-            continue
-        name = Operands._fields[index - first] if index >= first else ("dout", "dlse", "out", "lse", "stats")[index]
-        if name in ("q", "k", "v", "dout", "dlse", "out", "lse"):
-            moved = arg.movedim(dim, 0) if dim is not None else arg.expand(size, *arg.shape)
-            folded[index] = moved.reshape(-1, *moved.shape[2:])
-        elif name == "stats" and arg.dim() > 1:
-            moved = arg.movedim(dim, 0) if dim is not None else arg.expand(size, *arg.shape)
-            folded[index] = moved.transpose(0, 1).reshape(moved.shape[1], -1, *moved.shape[3:])
-        elif name in ("q_lens", "kv_lens"):
-            folded[index] = arg.repeat(size)
-        elif name == "alibi_slopes" and arg.dim() == 2:
-            folded[index] = arg.repeat(size, 1)
-        elif name == "stats" and dim is not None:
-            folded[index] = arg.movedim(dim, 0)[0]
-    results = op(*folded)
-    outputs: list[torch.Tensor] = []
-    out_dims: list[int | None] = []
-    for position, result in enumerate(results):
-        if result.dim() <= 1:  # an output that was not asked for
-            outputs.append(result)
-            out_dims.append(None)
-            continue
-        lead = 1 if not first and position == 2 else 0
-        outputs.append(result.unflatten(lead, (size, -1)))
-        out_dims.append(lead)
-    return tuple(outputs), tuple(out_dims)
-
-
-def _vmap_slices(op: Callable[..., Any], size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-    slices = []
-    for index in range(size):
-        one = [arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, in_dims)]
-        slices.append(op(*one))
-    outputs = tuple(torch.stack(parts) for parts in zip(*slices))
-    return outputs, (0,) * len(outputs)
-
-
-torch.library.register_vmap("attnlib::forward", _forward_vmap, lib=library)
-torch.library.register_vmap("attnlib::backward", _backward_vmap, lib=library)

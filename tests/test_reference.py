@@ -567,7 +567,7 @@ def test_backend_takes_everything() -> None:
         assert capability_refusals(problem, family, target) == ()
         assert isinstance(backend.plan(problem, "", target), Plan)
     assert backend.size_class(problem, "", target) is None
-    assert "kernel" in backend.plan(problem, "", target).describe()
+    assert "kernel" in backend.describe(problem, "", target)
     with pytest.raises(UnsupportedError, match=r"reference: needs no config, got \{'block_q': 64\}"):
         backend.plan(problem, "", target, {"block_q": 64})
 

@@ -11,7 +11,7 @@ from toys import Opaque
 
 import attnlib
 from attnlib import dispatch, ops, registry, settings
-from attnlib.arguments import Operands
+from attnlib.operands import Operands
 
 NAME = "opaque"
 

@@ -52,7 +52,7 @@ def _back(value: Any) -> Callable[[torch.Tensor], Any]:
 
 def as_torch(name: str, value: Any) -> Any:
     """value with its arrays as tensors, those inside a BlockMask too; anything else as it is."""
-    from ..api import BlockMask
+    from ..calls import BlockMask
 
     if isinstance(value, BlockMask):
         return BlockMask(as_torch(name, value.mask), value.block_q, value.block_k)

@@ -1,0 +1,47 @@
+"""The arguments of an operator, in its order: tensors before any check, and plain numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Operands(NamedTuple):
+    """The tensors of a call as the operators take them, before any check."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    block_mask: torch.Tensor | None = None
+    q_lens: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    dropout_seed: torch.Tensor | None = None
+    k_new: torch.Tensor | None = None
+    v_new: torch.Tensor | None = None
+    new_lens: torch.Tensor | None = None
+
+
+class Scalars(NamedTuple):
+    """The plain numbers of a call as the operators take them. max_seqlen_* are -1 where not given."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    left: int
+    right: int
+    top_left: bool
+    scale: float
+    softcap: float
+    dropout_p: float
+    block_q: int
+    block_k: int
+    grads: int  # bit i: a gradient for q, k, v, bias, sinks
+    deterministic: bool
+    tf32: bool
