@@ -272,6 +272,8 @@ def _candidates(problem: AttentionProblem, target: Target) -> Iterator[Candidate
 
 def _refusals(problem: AttentionProblem, backend: Backend, family: Family, target: Target) -> tuple[Refusal, ...]:
     found = list(capability_refusals(problem, family, target))
+    if target.kind not in family.capabilities.device_kinds:
+        return tuple(found)  # nothing more to learn from a backend for another kind of device
     for question in (
         lambda: backend.check(problem, family.name, target),
         lambda: backend.available(family.name, target),

@@ -132,7 +132,9 @@ def _info(entry: registry.Entry, target: Target) -> BackendInfo:
         return BackendInfo(entry.name, entry.origin, (), (entry.refusal,), entry.seconds)
     reasons: list[Any] = []
     for family in entry.families:
-        mine = [*dispatch.device_refusals(family, target), *entry.backend.available(family.name, target)]
+        mine = list(dispatch.device_refusals(family, target))
+        if not mine:
+            mine += entry.backend.available(family.name, target)
         if not mine:
             reasons = []
             break

@@ -32,6 +32,7 @@ __all__ = [
 
 MINIMUM_ELEMENTS = 4096
 _MANTISSA = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+_FEW = 256  # elements
 _LSE_MARK = {torch.float64: 1e-13, torch.float32: 5e-6, torch.float16: 3e-5, torch.bfloat16: 3e-5}
 _HALF_MARK = {torch.float16: (7e-4, 1.5e-3), torch.bfloat16: (5e-3, 1e-2)}
 _CANCEL_UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
@@ -298,9 +299,12 @@ def _pass_1_and_2(
         off = torch.where(sound & torch.isfinite(e), e - o, 0.0)
         worst, spread = max(worst, _largest(off)), max(spread, float(torch.linalg.vector_norm(off)))
     bits = min(10 if tf32 else _MANTISSA[problem.dtype], _MANTISSA[dtype])
+    # what a baseline errs on a handful of elements (dsinks) is luck, good or bad; pass 3 still holds them
+    factor = 2 * max(1.0, math.sqrt(_FEW / max(o.numel(), 1)))
+    norm = float(torch.linalg.vector_norm(a))
     return [
-        Check("pass 1", _largest(error), 2 * worst + ulp(_largest(o), bits) + c * _largest(a)),
-        Check("pass 2", float(torch.linalg.vector_norm(error)), 2 * spread + c * float(torch.linalg.vector_norm(a))),
+        Check("pass 1", _largest(error), factor * worst + ulp(_largest(o), bits) + c * _largest(a)),
+        Check("pass 2", float(torch.linalg.vector_norm(error)), factor * spread + c * norm),
     ]
 
 

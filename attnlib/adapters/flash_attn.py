@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..api import attention, attention_kvcache, attention_varlen
+from .. import attention, attention_kvcache, attention_varlen
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 

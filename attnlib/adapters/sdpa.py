@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..api import attention
+from .. import attention
 from ..errors import ArgumentError, ArgumentTypeError
 
 

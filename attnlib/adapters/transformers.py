@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..api import attention, attention_varlen
+from .. import attention, attention_varlen
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 NAME = "attnlib"

@@ -1,0 +1,111 @@
+"""The cpu backend: blocked online-softmax kernels in C++ for AVX-512, AVX2 and anything else.
+
+    out = softmax(scale * Q K^T + ...) V,  forward in one pass over blocks of keys, backward by recomputation
+
+Memory grows with the sequence length, never with its square. Results do not depend on the number of threads, bit for
+bit; threads are torch's (torch.set_num_threads), in one pool of the backend. The kernels live in csrc/cpu.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from attnlib.backend import BackendBase, Capabilities, Family, Refusal, RefusalCode, Target
+from attnlib.errors import UnsupportedError
+from attnlib.problem import DTYPES, AttentionProblem
+
+_CAPABILITIES = Capabilities(
+    device_kinds=frozenset({"cpu"}),
+    dtypes=frozenset(DTYPES),
+    masked_nan_safe_forward=True,
+    masked_nan_safe_backward=True,
+)
+_INDEX = {"portable": 0, "avx2": 1, "avx512": 2}
+_NEEDS = {"avx512": "AVX-512 F, BW, DQ and VL", "avx2": "AVX2, FMA and F16C"}
+_FAMILIES = (
+    Family("avx512", _CAPABILITIES, "AVX-512; bfloat16 by AVX512-BF16 dot products where the processor has them"),
+    Family("avx2", _CAPABILITIES, "AVX2 and FMA"),
+    Family("portable", _CAPABILITIES, "any processor, as the compiler vectorises it"),
+)
+_MAX_BLOCK = 4096
+_REMEDY = "reinstall attnlib on a machine with a C++17 compiler: pip install --no-binary attnlib attnlib"
+
+
+@cache
+def _module(name: str) -> ModuleType | ImportError:
+    """The compiled module, or why it could not be loaded."""
+    try:
+        return importlib.import_module(f"{__name__}.{name}")
+    except ImportError as error:
+        return error
+
+
+class CpuBackend(BackendBase):
+    """Every dtype, head dimension and feature of the contract on the CPU, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", _FAMILIES)
+
+    def available(self, family: str, target: Target) -> tuple[Refusal, ...]:
+        """BUILD where the extension is missing; ARCH where the processor lacks the instruction set."""
+        module = _module("_cpu")
+        if isinstance(module, ImportError):
+            needs = "the extension attnlib_cpu._cpu"
+            return (Refusal(RefusalCode.BUILD, "compiled module", needs, str(module), _REMEDY),)
+        if not target.present:
+            if family in _NEEDS and target.arch not in ("x86_64", "AMD64", "amd64"):
+                return (Refusal(RefusalCode.ARCH, "processor", "x86_64", target.arch, "use cpu:portable"),)
+            return ()
+        if not module.supported_families() >> _INDEX[family] & 1:
+            return (Refusal(RefusalCode.ARCH, "processor", _NEEDS[family], "a processor without", "use cpu:portable"),)
+        return ()
+
+    def plan(
+        self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None
+    ) -> Any:
+        """A plan for every problem of this signature.
+
+        Args:
+            problem: what is asked for.
+            family: "avx512", "avx2" or "portable".
+            target: the CPU.
+            config: block_q and block_k, rows and keys of a tile, 1 to 4096 each (default: by shape); fault, a name in
+                attnlib_cpu._cpu_faults.faults, in builds made with ATTNLIB_TEST_FAULTS.
+
+        Raises:
+            UnsupportedError: the family cannot run here, or config does not fit.
+        """
+        from .plan import CpuPlan
+
+        refusals = self.available(family, target)
+        blocks = {"block_q": 0, "block_k": 0}
+        fault = ""
+        name = "_cpu"
+        for key, value in (config or {}).items():
+            if key in blocks:
+                if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_BLOCK:
+                    needs = f"an integer from 1 to {_MAX_BLOCK}"
+                    refusals += (Refusal(RefusalCode.CONFIG, key, needs, repr(value)),)
+                else:
+                    blocks[key] = value
+            elif key == "fault":
+                name, fault = "_cpu_faults", value
+            else:
+                refusals += (Refusal(RefusalCode.CONFIG, "config", "block_q, block_k or fault", repr(key)),)
+        module = _module(name)
+        faults = getattr(module, "faults", ())
+        if fault and fault not in faults:
+            needs = "one of " + ", ".join(faults[1:]) if faults else "a build with ATTNLIB_TEST_FAULTS"
+            refusals += (Refusal(RefusalCode.CONFIG, "fault", needs, repr(fault)),)
+        if refusals or isinstance(module, ImportError):
+            reasons = "; ".join(map(str, refusals))
+            raise UnsupportedError(f"cpu:{family}: {reasons}", {f"cpu:{family}": refusals})
+        number = faults.index(fault) if fault else 0
+        return CpuPlan(module, family, _INDEX[family], blocks["block_q"], blocks["block_k"], number)
+
+
+backend = CpuBackend()

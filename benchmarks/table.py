@@ -1,0 +1,135 @@
+"""The generated parts of the documentation: python -m benchmarks.table [--check]
+
+Between `<!-- generated: NAME -->` and `<!-- end: NAME -->` a document holds what this module makes: tables of the
+JSON files in benchmarks/results, the support matrix, the environment variables. --check changes nothing and fails
+if a document is not in step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from . import record
+
+DOCUMENTS = ("README.md", "docs/performance.md")
+NOT_MEASURED = "Not measured yet."
+
+
+def _origin(value: Mapping[str, Any]) -> str:
+    machine, versions = value["machine"], value["versions"]
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} threads, {', '.join(machine['isa'])}"
+    what = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return f"{where}; {what}; commit {value['commit']}, {value['date']}; median of {value['rounds']} rounds."
+
+
+def cpu_table() -> str:
+    """GFLOP/s of attnlib and of torch's flash path, and their ratio."""
+    value = record.read("cpu")
+    if value is None:
+        return NOT_MEASURED
+    rows: dict[tuple[str, str], dict[str, Mapping[str, float]]] = {}
+    for result in value["results"]:
+        rows.setdefault((result["shape"], result["dtype"]), {})[result["direction"]] = result["gflops"]
+    lines = [
+        "| shape | dtype | forward: attnlib | torch flash | ratio | backward: attnlib | torch flash | ratio |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    ratios: dict[str, list[float]] = {"forward": [], "backward": []}
+    for (shape, dtype), directions in rows.items():
+        cells = [shape, dtype]
+        for direction, found in ratios.items():
+            rates = directions.get(direction, {})
+            mine, theirs = rates.get("attnlib"), rates.get("torch flash")
+            ratio = mine / theirs if mine and theirs else None
+            if ratio is not None:
+                found.append(ratio)
+            cells += [_number(mine), _number(theirs), "-" if ratio is None else f"{ratio:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    means = [f"{direction} {_mean(found):.2f}" for direction, found in ratios.items() if found]
+    least = min((ratio for found in ratios.values() for ratio in found), default=math.nan)
+    lines += ["", f"GFLOP/s. Geometric mean of the ratios: {', '.join(means)}; the lowest ratio is {least:.2f}."]
+    lines += ["", _origin(value)]
+    return "\n".join(lines)
+
+
+def overhead_table() -> str:
+    """Microseconds that a call costs on the host."""
+    value = record.read("overhead")
+    if value is None:
+        return NOT_MEASURED
+    lines = ["| call | attnlib, us | budget, us | torch SDPA with its kernel, us |", "|---|--:|--:|--:|"]
+    for row in value["results"]:
+        cells = [row["call"], _number(row["attnlib_us"], 1), _number(row["budget_us"]), _number(row["torch_us"], 1)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _origin(value)])
+
+
+def support() -> str:
+    """The support matrix, as `attnlib support` prints it."""
+    from attnlib.cli import support_table
+
+    return support_table()
+
+
+def environment() -> str:
+    """The table of environment variables, as attnlib/settings.py documents them."""
+    from attnlib import settings
+
+    return "\n".join(line for line in (settings.__doc__ or "").splitlines() if line.startswith("|"))
+
+
+MAKERS: Mapping[str, Callable[[], str]] = {
+    "cpu": cpu_table,
+    "overhead": overhead_table,
+    "support": support,
+    "environment": environment,
+}
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def render(text: str, makers: Mapping[str, Callable[[], str]] = MAKERS) -> str:
+    """text with every generated part made anew. Raises ValueError for a name that nothing makes."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in makers:
+            raise ValueError(f"no generated part is called {name!r}; known: {', '.join(makers)}")
+        return f"<!-- generated: {name} -->\n{makers[name]()}\n<!-- end: {name} -->"
+
+    return re.sub(r"<!-- generated: (\w+) -->\n.*?<!-- end: \1 -->", fill, text, flags=re.DOTALL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.table", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a document is not in step")
+    options = parser.parse_args(arguments)
+    behind = []
+    for name in DOCUMENTS:
+        path = record.ROOT / name
+        text = path.read_text(encoding="utf-8")
+        new = render(text)
+        if new == text:
+            continue
+        behind.append(name)
+        if not options.check:
+            path.write_text(new, encoding="utf-8")
+    verb = "not in step, run python -m benchmarks.table" if options.check else "written"
+    for name in behind:
+        print(f"{name}: {verb}")
+    return 1 if options.check and behind else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

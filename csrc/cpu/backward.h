@@ -1,0 +1,411 @@
+// Backward by recomputation for one block of keys of one key/value head: the tile (key block x query block) gives
+//
+//   P = exp(S - m) / l;  dP = keep (dO V^T) / (1 - p_drop);  dS = P (dP - delta);  delta = rowsum(dO out) - dlse
+//   dV += (keep P / (1 - p_drop))^T dO;  dK += scale dS'^T Q;  dQ += scale dS' K;  dS' = dS (1 - tanh^2), dbias += dS
+//
+// dK and dV stay with the block; query heads of the group and query blocks follow in order. dQ is summed over key blocks
+// in ascending order, which `turns` enforces when several threads share a head: every sum has one order, so results do
+// not depend on threads. Without statistics (no bias, no ALiBi) m is lse and l is 1.
+#pragma once
+
+#include <sched.h>
+
+#include "score.h"
+
+namespace attnlib {
+namespace ATTNLIB_ISA {
+namespace {
+
+template <class T> struct Backward {
+    using Word = typename T::Word;
+    using R = typename T::Real;
+
+    struct Space {
+        Word *k, *v, *k_stacked, *q, *q_stacked, *dout, *dout_stacked, *prob, *dscore, *dscore_rows, *scratch, *row_pairs;
+        R *dk, *dv, *score, *dprob, *derivative, *line, *value, *max, *inverse, *delta;
+        uint8_t* keep;
+        int32_t *bad_k, *bad_q, *bad_dout;
+        Run* runs;
+        int64_t keys, rows, ld, width, width_v, depth, depth_v;
+        size_t bytes;
+
+        Space(const Params& p, char* base) {
+            Arena a{base};
+            keys = round_up(p.block_k, lanes<R>);
+            rows = round_up(p.block_q, T::per_word);
+            ld = keys + lanes<R>;  // of the P and dS tiles: columns are read too, so rows must not share cache sets
+            width = round_up(p.dim, lanes<R>);
+            width_v = larger(round_up(p.dim_v, lanes<R>), lanes<R>);
+            depth = words<T>(p.dim);
+            depth_v = words<T>(p.dim_v);
+            k = a.take<Word>(depth * keys);
+            v = a.take<Word>(depth_v * keys);
+            k_stacked = a.take<Word>(keys / T::per_word * width);
+            q = a.take<Word>(rows * depth);
+            q_stacked = a.take<Word>(rows / T::per_word * width);
+            dout = a.take<Word>(rows * depth_v);
+            dout_stacked = a.take<Word>(rows / T::per_word * width_v);
+            prob = a.take<Word>(rows / T::per_word * ld);
+            dscore = a.take<Word>(rows / T::per_word * ld);
+            dscore_rows = a.take<Word>(T::per_word > 1 ? kRows * keys / T::per_word : 1);
+            scratch = a.take<Word>(lanes<R> * round_up(larger(depth, depth_v), lanes<R>));
+            row_pairs = a.take<Word>(2 * depth_v * lanes<R>);
+            dk = a.take<R>(keys * width);
+            dv = a.take<R>(keys * width_v);
+            score = a.take<R>(kRows * keys);
+            dprob = a.take<R>(kRows * keys);
+            derivative = a.take<R>(p.softcap > 0 ? keys : 1);
+            line = a.take<R>(keys);
+            value = a.take<R>(larger(width, width_v));
+            max = a.take<R>(rows);
+            inverse = a.take<R>(rows);
+            delta = a.take<R>(rows);
+            keep = a.take<uint8_t>(p.dropout_threshold ? rows * keys + 64 : 1);
+            bad_k = a.take<int32_t>(keys);
+            bad_q = a.take<int32_t>(rows);
+            bad_dout = a.take<int32_t>(rows);
+            runs = a.take<Run>(larger(keys, rows) / 16 + 2);
+            bytes = a.used;
+        }
+    };
+
+    // What one tile works on; all in the workspace but dq.
+    struct Tile {
+        const Params& p;
+        const Space& w;
+        const Scorer<R>& scorer;
+        int64_t i0, rows, j0, j1, padded;
+        R* dq;  // [row, width]
+        int64_t bad_k, bad_q, bad_dout;
+        bool need_dq, need_dk, need_dv, need_dscore;
+        R inverse_kept;
+    };
+
+    static size_t workspace(const Params& p) { return Space(p, nullptr).bytes; }
+    static int64_t dq_width(const Params& p) { return round_up(p.dim, lanes<R>); }
+
+    // delta of every query row of a head, and the sum that is the head's part of dsinks. dO . out is added up in the order
+    // of the product dO . V: where a row has one key, dP - delta is 0 and not a rounding error.
+    static void delta(const Params& p, const Sequence& seq, int64_t head, char* workspace) {
+        const Space w(p, workspace);
+        const Rows out = query_rows(p.out, p, seq, head), dout = query_rows(p.dout, p, seq, head);
+        const R* lse = reinterpret_cast<const R*>(p.lse.data);
+        R* delta = reinterpret_cast<R*>(p.delta);
+        R sink = 0, total = 0, sums[lanes<R>];
+        if (p.dsinks.present()) {
+            sink = load_one<R>(p.sinks.dtype, p.sinks.data + head * p.sinks.stride[0] * p.sinks.bytes());
+        }
+        for (int64_t i = 0; i < seq.q_len; ++i) {
+            if (i % lanes<R> == 0) row_products(p, out, dout, i, smaller(i + lanes<R>, seq.q_len), w, sums);
+            const int64_t at = row_index(p, seq, head, i);
+            R sum = 0;
+            if (lse[at] != -infinity<R>) {
+                sum = sums[i % lanes<R>];
+                if (p.dlse.present()) {
+                    const View& g = p.dlse;
+                    const int64_t row = p.packed ? (seq.q_row + i) * g.stride[2] : seq.index * g.stride[0] + i * g.stride[2];
+                    sum -= load_one<R>(g.dtype, g.data + (row + head * g.stride[1]) * g.bytes());
+                }
+                if (p.dsinks.present()) total -= sink_weight(p, at, sink) * sum;
+            }
+            delta[at] = p.has(Fault::skip_delta) ? R(0) : sum;
+        }
+        if (p.dsinks.present()) reinterpret_cast<R*>(p.dsink_part)[seq.index * p.heads_q + head] = total;
+    }
+    static void row_products(const Params& p, const Rows& x, const Rows& y, int64_t begin, int64_t end, const Space& w, R* sums) {
+        constexpr int64_t n = lanes<R>;
+        Word *a = w.row_pairs, *b = a + w.depth_v * n;
+        pack_transposed<T>(x, p.out.dtype, begin, begin, end, n, p.dim_v, a, n, w.scratch);
+        pack_transposed<T>(y, p.dout.dtype, begin, begin, end, n, p.dim_v, b, n, w.scratch);
+        Vec<R> sum{};
+        for (int64_t d = 0; d < w.depth_v; ++d) sum = T::multiply_add(sum, T::load_b(b + d * n), T::load_b(a + d * n));
+        std::memcpy(sums, &sum, kBytes);
+    }
+    static R sink_weight(const Params& p, int64_t at, R sink) {
+        if (!p.stats.present()) return std::exp(sink - reinterpret_cast<const R*>(p.lse.data)[at]);
+        const R* m = reinterpret_cast<const R*>(p.stats.data) + at;
+        return sink == -infinity<R> ? R(0) : std::exp(sink - m[0]) / m[p.stats_sum];
+    }
+
+    static void block(const Params& p, const Sequence& seq, int64_t kv_head, int64_t key_block, char* workspace,
+                      int32_t* turns) {
+        const Space w(p, workspace);
+        const int64_t j0 = key_block * p.block_k, j1 = smaller(j0 + p.block_k, seq.kv_len);
+        const int64_t padded = round_up(j1 - j0, lanes<R>), begin = smaller(larger(j0, seq.extent_begin), j1);
+        const Rows keys = key_rows(p.k, p, seq, kv_head), values = key_rows(p.v, p, seq, kv_head);
+        pack_transposed<T>(keys, p.k.dtype, j0, begin, j1, padded, p.dim, w.k, w.keys, w.scratch);
+        pack_transposed<T>(values, p.v.dtype, j0, begin, j1, padded, p.dim_v, w.v, w.keys, w.scratch);
+        const int64_t bad_k =
+            pack_stacked<T>(keys, p.k.dtype, j0, begin, j1, padded, p.dim, w.k_stacked, w.width, w.bad_k, w.scratch);
+        std::memset(w.dk, 0, static_cast<size_t>(padded * w.width) * sizeof(R));
+        std::memset(w.dv, 0, static_cast<size_t>(padded * w.width_v) * sizeof(R));
+        const int64_t blocks = (seq.q_len + p.block_q - 1) / p.block_q;
+        const double kept = 1.0 - static_cast<double>(p.dropout_threshold) / 65536.0;
+        for (int64_t head = 0; head < p.heads_q; ++head) {
+            if (p.kv_head(head) != kv_head) continue;
+            const Scorer<R> scorer(p, seq, head, w.line);
+            for (int64_t b = 0; b < blocks; ++b) {
+                const int64_t i0 = b * p.block_q, rows = smaller(p.block_q, seq.q_len - i0);
+                int32_t* turn = turns ? turns + head * blocks + b : nullptr;
+                if (turn) await(turn, static_cast<int32_t>(key_block));
+                if (scorer.tile_seen(i0, i0 + rows, j0, j1)) {
+                    const int64_t dq_row = (p.packed ? seq.q_row : seq.index * p.seqlen_q) + i0;
+                    Tile t{p, w, scorer, i0, rows, j0, j1, padded,
+                           p.dq_sum ? reinterpret_cast<R*>(p.dq_sum) + (head * p.rows_q + dq_row) * w.width : w.value, bad_k, 0, 0,
+                           p.dq.present(), p.dk.present(), p.dv.present(),
+                           p.dq.present() || p.dk.present() || p.dbias.present(),
+                           static_cast<R>(kept > 0 ? 1.0 / kept : 0.0)};
+                    load_queries(t, seq, head);
+                    tile(t, keys);
+                }
+                if (turn) __atomic_store_n(turn, static_cast<int32_t>(key_block + 1), __ATOMIC_RELEASE);
+            }
+        }
+        store_block(p, seq, kv_head, j0, j1, w);
+    }
+
+    static void await(const int32_t* turn, int32_t value) {
+        for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != value; ++spins) {
+            if (spins > 256) sched_yield();
+        }
+    }
+
+    static void load_queries(Tile& t, const Sequence& seq, int64_t head) {
+        const Params& p = t.p;
+        const Space& w = t.w;
+        const Rows q = query_rows(p.q, p, seq, head), dout = query_rows(p.dout, p, seq, head);
+        const int64_t end = t.i0 + t.rows, padded = round_up(t.rows, T::per_word);
+        pack_rows<T>(q, p.q.dtype, t.i0, t.rows, p.dim, w.q);
+        pack_rows<T>(dout, p.dout.dtype, t.i0, t.rows, p.dim_v, w.dout);
+        if (t.need_dk) {
+            t.bad_q = pack_stacked<T>(q, p.q.dtype, t.i0, t.i0, end, padded, p.dim, w.q_stacked, w.width, w.bad_q, w.scratch);
+        }
+        if (t.need_dv) {
+            t.bad_dout = pack_stacked<T>(dout, p.dout.dtype, t.i0, t.i0, end, padded, p.dim_v, w.dout_stacked, w.width_v,
+                                         w.bad_dout, w.scratch);
+        }
+        if (p.dropout_threshold) fill_keep(p, seq, head, t.i0, t.rows, t.j0, t.padded, w.keep, w.keys);
+        const R* lse = reinterpret_cast<const R*>(p.lse.data);
+        const R* stats = reinterpret_cast<const R*>(p.stats.data);
+        for (int64_t r = 0; r < t.rows; ++r) {
+            const int64_t at = row_index(p, seq, head, t.i0 + r);
+            const R m = stats ? stats[at] : lse[at], l = stats ? stats[at + p.stats_sum] : R(1);
+            w.max[r] = m == -infinity<R> ? R(0) : m;
+            w.inverse[r] = l == 0 ? R(0) : R(1) / l;
+            w.delta[r] = reinterpret_cast<const R*>(p.delta)[at];
+        }
+    }
+
+    static void tile(const Tile& t, const Rows& keys) {
+        const Space& w = t.w;
+        for (int64_t r = 0; r < t.rows;) {
+            // strips keep rows of one word together
+            const int64_t stop = t.scorer.strip_end(t.i0 + r, t.i0 + t.rows) - t.i0;
+            strip(t, r, stop - r);
+            r = stop;
+        }
+        for (int64_t c = 0; c < t.j1 - t.j0;) {
+            const int64_t stop = t.scorer.key_strip_end(t.j0 + c, t.j1) - t.j0;
+            const int64_t count =
+                t.scorer.row_runs(t.j0 + c, t.j0 + stop, t.i0, t.i0 + t.rows, T::per_word, w.runs);
+            for (int64_t n = 0; n < count; ++n) {
+                const int64_t r = w.runs[n].begin / T::per_word, depth = w.runs[n].end / T::per_word - r;
+                if (t.need_dv) {
+                    gemm<T, Start::add>(stop - c, w.width_v / lanes<R>, depth, w.prob + r * w.ld + c, 1, w.ld,
+                                        w.dout_stacked + r * w.width_v, w.width_v, w.dv + c * w.width_v, w.width_v);
+                }
+                if (t.need_dk) {
+                    gemm<T, Start::add>(stop - c, w.width / lanes<R>, depth, w.dscore + r * w.ld + c, 1, w.ld,
+                                        w.q_stacked + r * w.width, w.width, w.dk + c * w.width, w.width);
+                }
+            }
+            c = stop;
+        }
+        add_bad(t, keys);
+    }
+
+    static void strip(const Tile& t, int64_t r0, int64_t rows) {
+        const Space& w = t.w;
+        const int64_t count = t.scorer.column_runs(t.i0 + r0, t.i0 + r0 + rows, t.j0, t.j1, w.runs);
+        const bool whole = count == 1 && w.runs[0].begin == 0 && w.runs[0].end == t.padded;
+        if (!whole) {
+            for (int64_t r = 0; r < rows; ++r) clear_row(t, r0 + r);
+            if constexpr (T::per_word > 1) {
+                std::memset(w.dscore_rows, 0, static_cast<size_t>(rows * w.keys / T::per_word) * sizeof(Word));
+            }
+        }
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t c = w.runs[n].begin, vectors = (w.runs[n].end - c) / lanes<R>;
+            gemm<T, Start::zero>(rows, vectors, w.depth, w.q + r0 * w.depth, w.depth, 1, w.k + c, w.keys, w.score + c, w.keys);
+            if (t.need_dscore) {
+                gemm<T, Start::zero>(rows, vectors, w.depth_v, w.dout + r0 * w.depth_v, w.depth_v, 1, w.v + c, w.keys,
+                                     w.dprob + c, w.keys);
+            }
+        }
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t n = 0; n < count; ++n) row(t, r0, r, w.runs[n]);
+        for (int64_t n = 0; n < count; ++n) {
+            write_tiles(t, r0, rows, w.runs[n]);
+            if (!t.need_dq) continue;
+            const int64_t c = w.runs[n].begin / T::per_word, depth = w.runs[n].end / T::per_word - c;
+            const Word* a = T::per_word == 1 ? w.dscore + r0 * w.ld : w.dscore_rows;
+            gemm<T, Start::add>(rows, w.width / lanes<R>, depth, a + c, T::per_word == 1 ? w.ld : w.keys / T::per_word, 1,
+                                w.k_stacked + c * w.width, w.width, t.dq + r0 * w.width, w.width);
+        }
+    }
+
+    // Scores and dP of a run become the P that multiplies dO, and dS'.
+    static void row(const Tile& t, int64_t r0, int64_t r, Run run) {
+        const Params& p = t.p;
+        const Space& w = t.w;
+        R *s = w.score + r * w.keys, *dp = w.dprob + r * w.keys;
+        const int64_t i = t.i0 + r0 + r;
+        t.scorer.row(i, t.j0 + run.begin, run.end - run.begin, t.j1, s + run.begin, p.softcap > 0 ? w.derivative : nullptr);
+        const R m = w.max[r0 + r], inverse = w.inverse[r0 + r], delta = w.delta[r0 + r];
+        const uint8_t* keep = w.keep + (r0 + r) * w.keys;
+        if (p.dropout_threshold) gradients<true>(run, s, dp, t.scorer.factor, m, inverse, delta, t.inverse_kept, keep);
+        else gradients<false>(run, s, dp, t.scorer.factor, m, inverse, delta, t.inverse_kept, keep);
+        if (p.dbias.present()) add_dbias(t, i, run, dp);
+        if (p.softcap > 0 && t.need_dscore) {
+            for (int64_t c = run.begin; c < run.end; c += lanes<R>) {
+                const Vec<R> grad = load<R>(dp + c), x = grad * load<R>(w.derivative + c - run.begin);
+                store<R>(dp + c, grad == R(0) ? Vec<R>{} : x);
+            }
+        }
+    }
+    template <bool dropout>
+    static ATTNLIB_NOINLINE void gradients(Run run, R* __restrict s, R* __restrict dp, R factor, R m, R inverse, R delta,
+                                         R inverse_kept, const uint8_t* keep) {
+        const int64_t end = run.end;
+        for (int64_t c = run.begin; c < end; c += lanes<R>) {
+            const Vec<R> x = load<R>(s + c);
+            const auto hidden = x == -infinity<R>;
+            Vec<R> prob = exp_of<R>(rounded(x * factor) - m) * inverse, grad = load<R>(dp + c);
+            prob = hidden ? Vec<R>{} : prob;
+            if constexpr (dropout) {
+                const Vec<R> kept = keep_vector<R>(keep + c) * inverse_kept;
+                store<R>(s + c, prob * kept);
+                grad *= kept;
+            } else {
+                store<R>(s + c, prob);
+            }
+            grad = prob * (grad - delta);
+            store<R>(dp + c, hidden ? Vec<R>{} : grad);
+        }
+    }
+
+    static void add_dbias(const Tile& t, int64_t i, Run run, const R* ds) {
+        const View& g = t.p.dbias;
+        const Window& window = t.scorer.seq.window;
+        const int64_t begin = larger(window.key_begin(i) - t.j0, run.begin), end = smaller(smaller(window.key_end(i), t.j1) - t.j0, run.end);
+        R* to = reinterpret_cast<R*>(g.data) + t.scorer.seq.index * g.stride[0] + t.scorer.head * g.stride[1] +
+                i * g.stride[2] + t.j0 * g.stride[3];
+        if (g.stride[3] == 1) {
+            for (int64_t c = begin; c < end; ++c) to[c] += ds[c];
+        } else {
+            for (int64_t c = begin; c < end; ++c) to[c * g.stride[3]] += ds[c];
+        }
+    }
+
+    // P and dS' of a strip go to the tiles that dV and dK read by columns (pairs of rows in one word).
+    static void write_tiles(const Tile& t, int64_t r0, int64_t rows, Run run) {
+        const Space& w = t.w;
+        if constexpr (T::per_word == 1) {
+            for (int64_t r = 0; r < rows; ++r)
+                for (int64_t c = run.begin; c < run.end; c += lanes<R>) {
+                    store<R>(w.prob + (r0 + r) * w.ld + c, load<R>(w.score + r * w.keys + c));
+                    if (t.need_dscore) store<R>(w.dscore + (r0 + r) * w.ld + c, load<R>(w.dprob + r * w.keys + c));
+                }
+        } else {
+            if (rows & 1) {
+                for (int64_t c = run.begin; c < run.end; ++c) {
+                    w.score[rows * w.keys + c] = 0;
+                    w.dprob[rows * w.keys + c] = 0;
+                }
+            }
+            for (int64_t r = 0; r < rows; r += 2)
+                for (int64_t c = run.begin; c < run.end; c += lanes<R>) {
+                    const int64_t at = (r0 + r) / 2 * w.ld + c;
+                    const R *s = w.score + r * w.keys + c, *ds = w.dprob + r * w.keys + c;
+                    T::store_pair(w.prob + at, load<R>(s), load<R>(s + w.keys));
+                    if (t.need_dscore) T::store_pair(w.dscore + at, load<R>(ds), load<R>(ds + w.keys));
+                }
+            if (t.need_dq) {
+                for (int64_t r = 0; r < rows; ++r)
+                    for (int64_t c = run.begin; c < run.end; c += lanes<R>)
+                        T::store_words(w.dscore_rows + (r * w.keys + c) / T::per_word, load<R>(w.dprob + r * w.keys + c));
+            }
+        }
+    }
+    static void clear_row(const Tile& t, int64_t r) {
+        const Space& w = t.w;
+        const int64_t at = r / T::per_word * w.ld;
+        std::memset(w.prob + at, 0, static_cast<size_t>(w.keys) * sizeof(Word));
+        std::memset(w.dscore + at, 0, static_cast<size_t>(w.keys) * sizeof(Word));
+    }
+    static R tile_at(const Tile& t, const Word* x, int64_t r, int64_t c) {
+        if constexpr (T::per_word == 1) return x[r * t.w.ld + c];
+        else return T::word_part(x, (r / 2 * t.w.ld + c) * 2 + r % 2);
+    }
+
+    // Rows that hold Inf or NaN were left out of the products; here each reaches those that see it.
+    static void add_bad(const Tile& t, const Rows& keys) {
+        const Params& p = t.p;
+        const Space& w = t.w;
+        const Rows q = query_rows(p.q, p, t.scorer.seq, t.scorer.head);
+        const Rows dout = query_rows(p.dout, p, t.scorer.seq, t.scorer.head);
+        for (int64_t n = 0; t.need_dq && n < t.bad_k; ++n) {
+            const int64_t c = w.bad_k[n];
+            load_row<R>(p.k.dtype, keys.row(t.j0 + c), w.value, p.dim);
+            for (int64_t r = 0; r < t.rows; ++r)
+                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(t.dq + r * w.width, tile_at(t, w.dscore, r, c), w.value, p.dim);
+        }
+        for (int64_t n = 0; n < t.bad_q; ++n) {
+            const int64_t r = w.bad_q[n];
+            load_row<R>(p.q.dtype, q.row(t.i0 + r), w.value, p.dim);
+            for (int64_t c = 0; c < t.j1 - t.j0; ++c)
+                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(w.dk + c * w.width, tile_at(t, w.dscore, r, c), w.value, p.dim);
+        }
+        for (int64_t n = 0; n < t.bad_dout; ++n) {
+            const int64_t r = w.bad_dout[n];
+            load_row<R>(p.dout.dtype, dout.row(t.i0 + r), w.value, p.dim_v);
+            for (int64_t c = 0; c < t.j1 - t.j0; ++c)
+                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(w.dv + c * w.width_v, tile_at(t, w.prob, r, c), w.value, p.dim_v);
+        }
+    }
+    static void add_scaled(R* to, R weight, const R* x, int64_t n) {
+        for (int64_t d = 0; d < n; ++d) to[d] += weight * x[d];
+    }
+
+    static void store_block(const Params& p, const Sequence& seq, int64_t kv_head, int64_t j0, int64_t j1, const Space& w) {
+        const R scale = static_cast<R>(p.scale), one = p.has(Fault::dv_scale) ? R(1.004) : R(1);
+        if (p.paged) {  // pages may be shared: sums in the accumulation type, stored at the end
+            const int32_t* pages = p.page_table + seq.index * p.page_table_stride[0];
+            for (int64_t j = larger(j0, seq.extent_begin); j < j1; ++j) {
+                const int64_t slot = pages[j / p.page_size * p.page_table_stride[1]] * p.page_size + j % p.page_size;
+                const int64_t at = slot * p.heads_kv + kv_head, r = j - j0;
+                if (p.dk.present()) add_scaled(reinterpret_cast<R*>(p.dk_sum) + at * p.dim, scale, w.dk + r * w.width, p.dim);
+                if (p.dv.present()) add_scaled(reinterpret_cast<R*>(p.dv_sum) + at * p.dim_v, one, w.dv + r * w.width_v, p.dim_v);
+            }
+            return;
+        }
+        const Rows dk = key_rows(p.dk, p, seq, kv_head), dv = key_rows(p.dv, p, seq, kv_head);
+        for (int64_t j = j0; j < j1; ++j) {
+            const int64_t r = j - j0;
+            if (p.dk.present()) store_row<R>(p.dk.dtype, const_cast<char*>(dk.row(j)), w.dk + r * w.width, p.dim, scale);
+            if (p.dv.present()) store_row<R>(p.dv.dtype, const_cast<char*>(dv.row(j)), w.dv + r * w.width_v, p.dim_v, one);
+        }
+    }
+
+    static void store_dq(const Params& p, const Sequence& seq, int64_t head, int64_t row_begin, int64_t row_end) {
+        const Rows dq = query_rows(p.dq, p, seq, head);
+        const int64_t row = p.packed ? seq.q_row : seq.index * p.seqlen_q;
+        const R* sum = reinterpret_cast<const R*>(p.dq_sum) + (head * p.rows_q + row) * p.dq_width;
+        for (int64_t i = row_begin; i < row_end; ++i)
+            store_row<R>(p.dq.dtype, const_cast<char*>(dq.row(i)), sum + i * p.dq_width, p.dim, static_cast<R>(p.scale));
+    }
+};
+
+}  // namespace
+}  // namespace ATTNLIB_ISA
+}  // namespace attnlib

@@ -1,0 +1,160 @@
+// The Python module: one positional call a direction. Operands come as (address, stride, ...) or None, in the order of
+// Operand below; scalars in one tuple in the order of parse_problem. Nothing of torch is known here.
+#include <pybind11/pybind11.h>
+
+#include <cstring>
+#include <string>
+
+#include "run.h"
+
+namespace py = pybind11;
+
+namespace attnlib {
+namespace {
+
+enum Operand {
+    kQ, kK, kV, kOut, kLse, kStats, kBias, kMask, kAlibi, kSinks, kBlockMask, kQLens, kKvLens, kCuQ, kCuK, kPageTable,
+    kKNew, kVNew, kNewLens, kSeed, kDout, kDlse, kDq, kDk, kDv, kDbias, kDsinks, kOperands
+};
+
+[[noreturn]] void fail(const char* what) { throw py::value_error(std::string("attnlib_cpu: ") + what); }
+
+int64_t as_int(PyObject* x) {
+    const long long value = PyLong_AsLongLong(x);
+    if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+}
+
+struct Address {
+    char* data = nullptr;
+    int64_t stride[4] = {0, 0, 0, 0};
+    int rank = 0;
+};
+
+Address parse(PyObject* x) {
+    Address a;
+    if (x == Py_None) return a;
+    if (!PyTuple_Check(x) || PyTuple_GET_SIZE(x) < 1 || PyTuple_GET_SIZE(x) > 5) fail("an operand is (address, strides...)");
+    a.data = reinterpret_cast<char*>(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(x, 0)));
+    if (PyErr_Occurred()) throw py::error_already_set();
+    a.rank = static_cast<int>(PyTuple_GET_SIZE(x)) - 1;
+    for (int i = 0; i < a.rank; ++i) a.stride[i] = as_int(PyTuple_GET_ITEM(x, i + 1));
+    return a;
+}
+
+// Token rows: packed operands have no batch dimension. An empty tensor has address 0; it is never read.
+View tokens(const Address& a, DType dtype) {
+    View v;
+    v.data = a.data;
+    v.dtype = dtype;
+    for (int i = 0; i < a.rank; ++i) v.stride[4 - a.rank + i] = a.stride[i];
+    return v;
+}
+View plain(const Address& a, DType dtype) {
+    View v;
+    v.data = a.data;
+    v.dtype = dtype;
+    std::memcpy(v.stride, a.stride, sizeof(v.stride));
+    return v;
+}
+const int32_t* ints(const Address& a, int64_t& stride) {
+    stride = a.stride[0];
+    return reinterpret_cast<const int32_t*>(a.data);
+}
+
+constexpr const char* kFaults[] = {"", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod",
+                                   "skip_delta", "dropout_ignores_head", "leak_past_kv_len", "dv_scale_1.004",
+                                   "softcap_after_bias", "sink_forgotten"};
+
+void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sinks) {
+    if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != 29) fail("the problem is a tuple of 29");
+    Py_ssize_t at = 0;
+    auto next = [&] { return PyTuple_GET_ITEM(t, at++); };
+    auto integer = [&] { return as_int(next()); };
+    auto real = [&] {
+        const double x = PyFloat_AsDouble(next());
+        if (x == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+        return x;
+    };
+    dtype = static_cast<DType>(integer()), bias = static_cast<DType>(integer()), sinks = static_cast<DType>(integer());
+    p.batch = integer(), p.seqlen_q = integer(), p.seqlen_k = integer();
+    p.heads_q = integer(), p.heads_kv = integer(), p.dim = integer(), p.dim_v = integer();
+    p.total_q = integer(), p.total_k = integer();
+    p.scale = real(), p.softcap = real();
+    p.packed = integer() != 0, p.paged = integer() != 0, p.top_left = integer() != 0;
+    p.left = integer(), p.right = integer();
+    p.mask_block_q = integer(), p.mask_block_k = integer();
+    p.dropout_threshold = integer();
+    p.num_pages = integer(), p.page_size = integer(), p.max_pages = integer(), p.new_tokens = integer();
+    p.block_q = integer(), p.block_k = integer();
+    p.fault = static_cast<Fault>(integer());
+    if (p.dim < 1 || p.dim_v < 0 || p.batch < 0 || p.block_q < 0 || p.block_k < 0) fail("a size is out of range");
+    if (p.heads_q > 0 && (p.heads_kv < 1 || p.heads_q % p.heads_kv != 0)) fail("num_heads_q must be a multiple of num_heads_kv");
+#ifndef ATTNLIB_TEST_FAULTS
+    if (p.fault != Fault::none) fail("this build carries no faults");
+#endif
+}
+
+void run(bool backward, int family, int threads, const py::tuple& problem, const py::tuple& operands) {
+    if (PyTuple_GET_SIZE(operands.ptr()) != kOperands) fail("wrong number of operands");
+    if (family < 0 || family > 2 || !(supported_families() >> family & 1)) fail("this machine lacks the instruction set");
+    Params p;
+    DType dtype, bias, sinks;
+    parse_problem(problem.ptr(), p, dtype, bias, sinks);
+    Address a[kOperands];
+    for (int i = 0; i < kOperands; ++i) a[i] = parse(PyTuple_GET_ITEM(operands.ptr(), i));
+    const DType real = dtype == DType::f64 ? DType::f64 : DType::f32;
+
+    p.q = tokens(a[kQ], dtype), p.k = tokens(a[kK], dtype), p.v = tokens(a[kV], dtype), p.out = tokens(a[kOut], dtype);
+    p.k_new = tokens(a[kKNew], dtype), p.v_new = tokens(a[kVNew], dtype), p.dout = tokens(a[kDout], dtype);
+    p.dq = tokens(a[kDq], dtype), p.dk = tokens(a[kDk], dtype), p.dv = tokens(a[kDv], dtype);
+    p.lse = plain(a[kLse], real), p.stats = plain(a[kStats], real);
+    p.dlse = plain(a[kDlse], real);
+    if (p.packed) p.dlse.stride[2] = a[kDlse].stride[1], p.dlse.stride[1] = a[kDlse].stride[0], p.dlse.stride[0] = 0;
+    p.bias = plain(a[kBias], bias), p.dbias = plain(a[kDbias], real);
+    p.mask = plain(a[kMask], DType::f32), p.block_mask = plain(a[kBlockMask], DType::f32);
+    p.alibi = plain(a[kAlibi], DType::f32), p.sinks = plain(a[kSinks], sinks), p.dsinks = plain(a[kDsinks], real);
+    p.stats_sum = p.heads_q * (p.packed ? p.total_q : p.batch * p.seqlen_q);
+    p.q_lens = ints(a[kQLens], p.lens_stride[0]), p.kv_lens = ints(a[kKvLens], p.lens_stride[1]);
+    p.new_lens = ints(a[kNewLens], p.lens_stride[2]);
+    p.cu_q = ints(a[kCuQ], p.lens_stride[3]), p.cu_k = ints(a[kCuK], p.lens_stride[4]);
+    p.page_table = ints(a[kPageTable], p.page_table_stride[0]), p.page_table_stride[1] = a[kPageTable].stride[1];
+
+    const int64_t queries = p.packed ? p.total_q : p.batch * p.seqlen_q;
+    if (queries * p.heads_q > 0 && (!p.q.data || !p.lse.data || (p.dim_v > 0 && !p.out.data))) fail("a null address");
+    if (p.packed && (!p.cu_q || !p.cu_k)) fail("cu_seqlens are missing");
+    if (p.paged && p.batch > 0 && p.max_pages > 0 && !p.page_table) fail("page_table is missing");
+    if (p.dropout_threshold > 0) {
+        if (!a[kSeed].data) fail("dropout_seed is missing");
+        std::memcpy(&p.seed, a[kSeed].data, sizeof(p.seed));
+    }
+    py::gil_scoped_release released;
+    if (backward) run_backward(p, family, threads);
+    else run_forward(p, family, threads);
+}
+
+}  // namespace
+
+#ifndef ATTNLIB_MODULE
+#define ATTNLIB_MODULE _cpu
+#endif
+
+PYBIND11_MODULE(ATTNLIB_MODULE, m) {
+    m.doc() = "Compiled kernels of the cpu backend; see csrc/cpu.";
+    m.def("forward", [](int family, int threads, const py::tuple& problem, const py::tuple& operands) {
+        run(false, family, threads, problem, operands);
+    });
+    m.def("backward", [](int family, int threads, const py::tuple& problem, const py::tuple& operands) {
+        run(true, family, threads, problem, operands);
+    });
+    m.def("supported_families", &supported_families, "Bits: portable, avx2, avx512, avx512bf16.");
+    py::tuple faults(sizeof(kFaults) / sizeof(kFaults[0]));
+    for (size_t i = 0; i < faults.size(); ++i) faults[i] = py::str(kFaults[i]);
+#ifdef ATTNLIB_TEST_FAULTS
+    m.attr("faults") = faults;
+#else
+    m.attr("faults") = py::tuple();
+#endif
+}
+
+}  // namespace attnlib

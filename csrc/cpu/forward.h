@@ -1,0 +1,255 @@
+// Forward for one block of query rows of one head, by online softmax over blocks of keys:
+//
+//   s = score(Q K_b^T);  m' = max(m, rowmax s);  c = exp(m - m');  p = exp(s - m');  l = c l + sum p
+//   O = c O + (keep * p) V_b;      at the end  out = O / l / (1 - p_drop),  lse = m + log l,  the sink joins m and l
+//
+// A block may hold the same rows of several query heads of one group (params.share): they read one copy of K and V.
+// A strip of kRows rows runs through scores, softmax and P.V while its scores are in L1. Rows without a key keep
+// m = -inf, l = 0, O = 0. The result of a row depends on block_k only, not on block_q, share or threads.
+#pragma once
+
+#include "score.h"
+
+namespace attnlib {
+namespace ATTNLIB_ISA {
+namespace {
+
+template <class T> struct Forward {
+    using Word = typename T::Word;
+    using R = typename T::Real;
+
+    struct Space {
+        Word *q, *k, *v, *scratch, *prob;
+        R *out, *max, *sum, *score, *line, *value;
+        uint8_t* keep;
+        int32_t* bad;
+        Run* runs;
+        int64_t keys, width_v, depth;  // padded block_k, padded dim_v, words of dim
+        size_t bytes;
+
+        Space(const Params& p, char* base) {
+            Arena a{base};
+            keys = round_up(p.block_k, lanes<R>);
+            width_v = larger(round_up(p.dim_v, lanes<R>), lanes<R>);
+            depth = words<T>(p.dim);
+            const int64_t rows = p.block_q * p.share;
+            q = a.take<Word>(rows * depth);
+            k = a.take<Word>(depth * keys);
+            v = a.take<Word>(keys / T::per_word * width_v);
+            scratch = a.take<Word>(lanes<R> * round_up(larger(depth, words<T>(p.dim_v)), lanes<R>));
+            prob = a.take<Word>(T::per_word > 1 ? kRows * keys / T::per_word : 1);
+            out = a.take<R>(rows * width_v);
+            max = a.take<R>(rows);
+            sum = a.take<R>(rows);
+            score = a.take<R>(kRows * keys);
+            line = a.take<R>(keys);
+            value = a.take<R>(width_v);
+            keep = a.take<uint8_t>(p.dropout_threshold ? rows * keys + 64 : 1);
+            bad = a.take<int32_t>(keys);
+            runs = a.take<Run>(keys / 16 + 2);
+            bytes = a.used;
+        }
+
+        // The same with the rows of the n-th head in front.
+        Space of_head(int64_t n, int64_t rows) const {
+            Space w = *this;
+            w.q += n * rows * depth;
+            w.out += n * rows * width_v;
+            w.max += n * rows;
+            w.sum += n * rows;
+            w.keep += n * rows * keys;
+            return w;
+        }
+    };
+
+    static size_t workspace(const Params& p) { return Space(p, nullptr).bytes; }
+
+    // Rows [row_begin, row_end) of heads first_head, ..., first_head + share - 1, all of one group.
+    static void block(const Params& p, const Sequence& seq, int64_t first_head, int64_t row_begin, int64_t row_end,
+                      char* workspace) {
+        const Space w(p, workspace);
+        const int64_t end = seq.valid ? smaller(row_end, seq.q_len) : row_begin, rows = end - row_begin;
+        if (rows > 0) attend(p, seq, first_head, row_begin, rows, w);
+        for (int64_t n = 0; n < p.share; ++n) {
+            if (rows > 0) finish(p, seq, first_head + n, row_begin, rows, w.of_head(n, rows));
+            pad(p, seq, first_head + n, larger(end, row_begin), row_end, w);
+        }
+    }
+
+    static void attend(const Params& p, const Sequence& seq, int64_t first_head, int64_t i0, int64_t rows, const Space& w) {
+        const int64_t kv_head = p.kv_head(first_head), all = rows * p.share;
+        const Rows keys = key_rows(p.k, p, seq, kv_head), values = key_rows(p.v, p, seq, kv_head);
+        for (int64_t n = 0; n < p.share; ++n) {
+            pack_rows<T>(query_rows(p.q, p, seq, first_head + n), p.q.dtype, i0, rows, p.dim, w.q + n * rows * w.depth);
+        }
+        for (int64_t r = 0; r < all; ++r) w.max[r] = -infinity<R>, w.sum[r] = 0;
+        std::memset(w.out, 0, static_cast<size_t>(all * w.width_v) * sizeof(R));
+        const int64_t first = seq.window.key_begin(i0), last = seq.window.key_end(i0 + rows - 1);
+        for (int64_t j0 = first / p.block_k * p.block_k; j0 < last; j0 += p.block_k) {
+            const int64_t j1 = smaller(j0 + p.block_k, seq.kv_len);
+            if (p.has(Fault::drop_last_partial_key_block) && j1 - j0 < p.block_k) continue;
+            int64_t bad = -1;  // K and V are packed for the first head that sees any of them
+            for (int64_t n = 0; n < p.share; ++n) {
+                const Scorer<R> scorer(p, seq, first_head + n, w.line);
+                if (!scorer.tile_seen(i0, i0 + rows, j0, j1)) continue;
+                if (bad < 0) bad = load_keys(p, seq, keys, values, j0, j1, w);
+                head_tile(p, seq, scorer, values, i0, rows, j0, j1, bad, w.of_head(n, rows));
+            }
+        }
+    }
+
+    static int64_t load_keys(const Params& p, const Sequence& seq, const Rows& keys, const Rows& values, int64_t j0,
+                             int64_t j1, const Space& w) {
+        const int64_t padded = round_up(j1 - j0, lanes<R>), begin = larger(j0, seq.extent_begin);
+        pack_transposed<T>(keys, p.k.dtype, j0, begin, j1, padded, p.dim, w.k, w.keys, w.scratch);
+        return pack_stacked<T>(values, p.v.dtype, j0, begin, j1, padded, p.dim_v, w.v, w.width_v, w.bad, w.scratch);
+    }
+
+    static void head_tile(const Params& p, const Sequence& seq, const Scorer<R>& scorer, const Rows& values, int64_t i0,
+                          int64_t rows, int64_t j0, int64_t j1, int64_t bad, const Space& w) {
+        const int64_t padded = round_up(j1 - j0, lanes<R>);
+        if (p.dropout_threshold) fill_keep(p, seq, scorer.head, i0, rows, j0, padded, w.keep, w.keys);
+        for (int64_t r = 0; r < rows;) {
+            const int64_t stop = scorer.strip_end(i0 + r, i0 + rows) - i0;
+            strip(p, scorer, i0, r, stop - r, j0, j1, w);
+            for (int64_t n = 0; n < bad; ++n) add_bad(p, scorer, values, i0, r, stop - r, j0, w.bad[n], w);
+            r = stop;
+        }
+    }
+
+    static void strip(const Params& p, const Scorer<R>& scorer, int64_t i0, int64_t r0, int64_t rows, int64_t j0,
+                      int64_t j1, const Space& w) {
+        const int64_t count = scorer.column_runs(i0 + r0, i0 + r0 + rows, j0, j1, w.runs);
+        if (count == 0) return;
+        alignas(64) R correction[16], top[16];
+        static_assert(kRows <= 16 && lanes<R> <= 16, "one vector, or a few, hold a strip's rows");
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t c = w.runs[n].begin, columns = w.runs[n].end - c;
+            gemm<T, Start::zero>(rows, columns / lanes<R>, w.depth, w.q + r0 * w.depth, w.depth, 1, w.k + c, w.keys,
+                                 w.score + c, w.keys);
+        }
+        for (int64_t r = 0; r < 16; ++r) correction[r] = top[r] = 0;
+        for (int64_t r = 0; r < rows; ++r) {
+            R* s = w.score + r * w.keys;
+            for (int64_t n = 0; n < count; ++n) {
+                const int64_t c = w.runs[n].begin;
+                scorer.row(i0 + r0 + r, j0 + c, w.runs[n].end - c, j1, s + c, nullptr);
+            }
+            const R before = w.max[r0 + r], now = row_max(count, w.runs, s) * scorer.factor;
+            const R m = now > before ? now : before;
+            w.max[r0 + r] = m;
+            top[r] = m == -infinity<R> ? R(0) : m;
+            correction[r] = before - top[r];
+        }
+        for (int64_t r = 0; r < rows; r += lanes<R>) store<R>(correction + r, exp_of<R>(load<R>(correction + r)));
+        if (p.has(Fault::no_rescale)) for (R& c : correction) c = 1;
+        Word* prob = T::per_word == 1 ? reinterpret_cast<Word*>(w.score) : w.prob;
+        const int64_t ld = w.keys / T::per_word;
+        for (int64_t r = 0; r < rows; ++r) {
+            const R* s = w.score + r * w.keys;
+            const uint8_t* keep = w.keep + (r0 + r) * w.keys;
+            const R total = p.dropout_threshold
+                                ? exponentials<true>(count, w.runs, s, scorer.factor, top[r], prob + r * ld, keep)
+                                : exponentials<false>(count, w.runs, s, scorer.factor, top[r], prob + r * ld, keep);
+            w.sum[r0 + r] = w.sum[r0 + r] * correction[r] + total;
+        }
+        R* out = w.out + r0 * w.width_v;
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t c = w.runs[n].begin / T::per_word, depth = w.runs[n].end / T::per_word - c;
+            const int64_t vectors = w.width_v / lanes<R>;
+            const Word* v = w.v + c * w.width_v;
+            if (n == 0) gemm<T, Start::scaled>(rows, vectors, depth, prob + c, ld, 1, v, w.width_v, out, w.width_v, correction);
+            else gemm<T, Start::add>(rows, vectors, depth, prob + c, ld, 1, v, w.width_v, out, w.width_v);
+        }
+    }
+
+    // Maximum of a row over its runs; NaN is passed over here and stays in the sum.
+    static ATTNLIB_NOINLINE R row_max(int64_t count, const Run* runs, const R* s) {
+        Vec<R> best = splat<R>(-infinity<R>), other = best;
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t end = runs[n].end;
+            int64_t x = runs[n].begin;
+            for (; x + 2 * lanes<R> <= end; x += 2 * lanes<R>) {
+                best = max_of<R>(load<R>(s + x), best);
+                other = max_of<R>(load<R>(s + x + lanes<R>), other);
+            }
+            if (x < end) best = max_of<R>(load<R>(s + x), best);
+        }
+        return reduce_max<R>(max_of<R>(best, other));
+    }
+
+    // p = exp(factor s - top), dropped where keep says so; returns the sum of all.
+    template <bool dropout>
+    static ATTNLIB_NOINLINE R exponentials(int64_t count, const Run* runs, const R* s, R factor, R top, Word* prob,
+                                         const uint8_t* keep) {
+        Vec<R> total{};
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t end = runs[n].end;
+            for (int64_t x = runs[n].begin; x < end; x += lanes<R>) {
+                Vec<R> e = exp_of<R>(rounded(load<R>(s + x) * factor) - top);
+                total += e;
+                if constexpr (dropout) e *= keep_vector<R>(keep + x);
+                T::store_words(prob + x / T::per_word, e);
+            }
+        }
+        return reduce_add<R>(total);
+    }
+
+    // Adds the value of key j0 + c, which holds Inf or NaN, to those rows of a strip that see it.
+    static void add_bad(const Params& p, const Scorer<R>& scorer, const Rows& values, int64_t i0, int64_t r0, int64_t rows,
+                        int64_t j0, int64_t c, const Space& w) {
+        load_row<R>(p.v.dtype, values.row(j0 + c), w.value, p.dim_v);
+        for (int64_t r = 0; r < rows; ++r) {
+            if (!scorer.sees(i0 + r0 + r, j0 + c)) continue;
+            const R weight = T::per_word == 1 ? w.score[r * w.keys + c] : T::word_part(w.prob, r * w.keys + c);
+            R* out = w.out + (r0 + r) * w.width_v;
+            for (int64_t d = 0; d < p.dim_v; ++d) out[d] += weight * w.value[d];
+        }
+    }
+
+    static void finish(const Params& p, const Sequence& seq, int64_t head, int64_t i0, int64_t rows, const Space& w) {
+        const Rows out = query_rows(p.out, p, seq, head);
+        const double kept = 1.0 - static_cast<double>(p.dropout_threshold) / 65536.0;
+        const R inverse_kept = static_cast<R>(kept > 0 ? 1.0 / kept : 0.0);
+        R sink = -infinity<R>;
+        if (p.sinks.present() && !p.has(Fault::sink_forgotten)) {
+            sink = load_one<R>(p.sinks.dtype, p.sinks.data + head * p.sinks.stride[0] * p.sinks.bytes());
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            R m = w.max[r], l = w.sum[r], rescale = 1;
+            if (sink != -infinity<R>) {
+                const R top = sink > m ? sink : m;
+                rescale = std::exp(m - top);
+                l = l * rescale + std::exp(sink - top);
+                m = top;
+            }
+            const R factor = l == 0 ? R(0) : rescale * inverse_kept / l;
+            store_row<R>(p.out.dtype, const_cast<char*>(out.row(i0 + r)), w.out + r * w.width_v, p.dim_v, factor);
+            store_statistics(p, seq, head, i0 + r, l == 0 ? -infinity<R> : m + std::log(l), m, l);
+        }
+    }
+
+    // Rows that are no query get 0 and -inf; all rows of a sequence that does not fit get NaN.
+    static void pad(const Params& p, const Sequence& seq, int64_t head, int64_t begin, int64_t end, const Space& w) {
+        const Rows out = query_rows(p.out, p, seq, head);
+        for (int64_t i = begin; i < end; ++i) {
+            const bool invalid = !seq.valid && i < seq.q_len;
+            const R nan = static_cast<R>(__builtin_nan(""));
+            for (int64_t d = 0; d < p.dim_v; ++d) w.value[d] = invalid ? nan : R(0);
+            store_row<R>(p.out.dtype, const_cast<char*>(out.row(i)), w.value, p.dim_v, R(1));
+            store_statistics(p, seq, head, i, invalid ? nan : -infinity<R>, invalid ? nan : -infinity<R>, invalid ? nan : R(0));
+        }
+    }
+
+    static void store_statistics(const Params& p, const Sequence& seq, int64_t head, int64_t i, R lse, R m, R l) {
+        const int64_t at = row_index(p, seq, head, i);
+        reinterpret_cast<R*>(p.lse.data)[at] = lse;
+        if (!p.stats.present()) return;
+        reinterpret_cast<R*>(p.stats.data)[at] = m;
+        reinterpret_cast<R*>(p.stats.data)[at + p.stats_sum] = l;
+    }
+};
+
+}  // namespace
+}  // namespace ATTNLIB_ISA
+}  // namespace attnlib

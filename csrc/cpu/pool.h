@@ -1,0 +1,49 @@
+// One pool of threads for the process: made at first use, asleep when idle, made anew in a child after fork.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+
+namespace attnlib {
+
+// Serialises calls: the pool and the cached workspace belong to the holder.
+class PoolLock {
+public:
+    PoolLock();
+    ~PoolLock();
+    PoolLock(const PoolLock&) = delete;
+    PoolLock& operator=(const PoolLock&) = delete;
+};
+
+// Calls task(context, worker) for worker = 0 .. threads - 1, the first one on this thread; returns when all are done.
+// Needs a PoolLock. The task must not throw.
+void run_parallel(int threads, void (*task)(void*, int), void* context);
+
+// At least `bytes` bytes, aligned to 64, kept for the next call while small. Needs a PoolLock. Throws std::bad_alloc.
+char* shared_workspace(size_t bytes);
+void trim_workspace();
+
+// Zeroed memory, aligned to 64, of one call.
+class Zeroed {
+public:
+    Zeroed() = default;
+    explicit Zeroed(size_t bytes) {
+        if (bytes == 0) return;
+        raw_ = static_cast<char*>(std::calloc(bytes + 64, 1));
+        if (raw_ == nullptr) throw std::bad_alloc();
+    }
+    ~Zeroed() { std::free(raw_); }
+    Zeroed(const Zeroed&) = delete;
+    Zeroed& operator=(const Zeroed&) = delete;
+    char* data() const {
+        return raw_ ? reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw_) + 63) & ~uintptr_t{63}) : nullptr;
+    }
+
+private:
+    char* raw_ = nullptr;
+};
+
+}  // namespace attnlib

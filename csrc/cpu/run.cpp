@@ -1,0 +1,359 @@
+// Scheduling. Forward units are (sequence, head, query block), longest first; a row's result does not depend on them.
+//
+// Backward units are (key block, sequence, key/value head); dq is summed in ascending key blocks (backward.h). A bias
+// gradient that is broadcast over sequences, heads or keys folds those into one unit, so that every element has one
+// writer and one order. Page gradients fold sequences and key blocks, since pages may be shared.
+#include "run.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "pool.h"
+
+namespace attnlib {
+
+extern const Kernels portable_f32, portable_f64;
+#if defined(ATTNLIB_X86)
+extern const Kernels avx2_f32, avx2_f64, avx512_f32, avx512_f64, avx512_bf16;
+#endif
+
+namespace {
+
+const Kernels& kernels_for(int family, DType dtype, bool pairs) {
+    const bool wide = dtype == DType::f64;
+#if defined(ATTNLIB_X86)
+    if (family == kAvx512 && dtype == DType::bf16 && pairs && (supported_families() & 8)) return avx512_bf16;
+    if (family == kAvx512) return wide ? avx512_f64 : avx512_f32;
+    if (family == kAvx2) return wide ? avx2_f64 : avx2_f32;
+#endif
+    (void)family, (void)pairs;
+    return wide ? portable_f64 : portable_f32;
+}
+
+int64_t value_or(const int32_t* x, int64_t stride, int64_t at, int64_t fallback) { return x ? x[at * stride] : fallback; }
+
+bool pages_fit(const Params& p, int64_t b, int64_t first, int64_t end) {
+    const int32_t* table = p.page_table + b * p.page_table_stride[0];
+    for (int64_t n = first / p.page_size; n * p.page_size < end; ++n) {
+        const int64_t page = table[n * p.page_table_stride[1]];
+        if (page < 0 || page >= p.num_pages) return false;
+    }
+    return true;
+}
+
+// Sequence b with its window; `fresh` tokens are appended behind `old`.
+Sequence place(const Params& p, int64_t b, int64_t q_row, int64_t q_rows, int64_t q_len, int64_t k_row, int64_t k_rows,
+               int64_t old, int64_t fresh) {
+    Sequence s;
+    s.index = b, s.q_row = q_row, s.q_rows = q_rows, s.k_row = k_row, s.k_rows = k_rows;
+    s.q_len = q_len, s.kv_len = old + fresh;
+    const int64_t capacity = p.paged ? p.max_pages * p.page_size : k_rows;
+    s.valid = q_len >= 0 && q_len <= q_rows && old >= 0 && fresh >= 0 && fresh <= p.new_tokens && s.kv_len <= capacity;
+    if (p.bias.present() || p.mask.present() || p.block_mask.present()) {
+        s.valid = s.valid && q_len <= p.seqlen_q && s.kv_len <= p.seqlen_k;
+    }
+    s.window = {p.left, p.right, p.top_left ? 0 : s.kv_len - q_len, q_len, s.kv_len};
+    if (p.has(Fault::ignore_window_left)) s.window.left = -1;
+    s.extent_begin = q_len > 0 ? std::min(s.window.key_begin(0), s.kv_len) : s.kv_len;
+    if (s.valid && p.paged) {
+        const int64_t first = fresh > 0 ? std::min(s.extent_begin, old) : s.extent_begin;
+        if (first < s.kv_len) s.valid = pages_fit(p, b, first, s.kv_len);
+    }
+    if (p.has(Fault::leak_past_kv_len) && s.valid && !p.paged && s.kv_len < k_rows) s.kv_len = s.window.kv_len = s.kv_len + 1;
+    if (!s.valid) {
+        s.q_len = q_len >= 0 && q_len <= q_rows ? q_len : q_rows;
+        s.kv_len = s.extent_begin = 0;
+        s.window = {-1, -1, 0, s.q_len, 0};
+    }
+    return s;
+}
+
+// Rows of a packed operand that belong to no sequence.
+Sequence gap(const Params& p, int64_t q_row, int64_t q_rows, int64_t k_row, int64_t k_rows) {
+    Sequence s;
+    s.index = p.batch, s.q_row = q_row, s.q_rows = q_rows, s.k_row = k_row, s.k_rows = k_rows;
+    s.window = {-1, -1, 0, 0, 0};
+    return s;
+}
+
+std::vector<Sequence> sequences(const Params& p) {
+    std::vector<Sequence> found;
+    if (!p.packed) {
+        for (int64_t b = 0; b < p.batch; ++b) {
+            const int64_t fresh = value_or(p.new_lens, p.lens_stride[2], b, p.new_tokens);
+            found.push_back(place(p, b, 0, p.seqlen_q, value_or(p.q_lens, p.lens_stride[0], b, p.seqlen_q), 0, p.seqlen_k,
+                                  value_or(p.kv_lens, p.lens_stride[1], b, p.seqlen_k), fresh));
+        }
+        return found;
+    }
+    const int64_t limit_k = p.paged ? INT64_MAX : p.total_k;
+    auto bound = [](const int32_t* cu, int64_t stride, int64_t b, int64_t before, int64_t limit) {
+        return std::max<int64_t>(std::min<int64_t>(cu[b * stride], limit), before);
+    };
+    int64_t q_row = bound(p.cu_q, p.lens_stride[3], 0, 0, p.total_q), k_row = bound(p.cu_k, p.lens_stride[4], 0, 0, limit_k);
+    if (q_row > 0 || (k_row > 0 && !p.paged)) found.push_back(gap(p, 0, q_row, 0, p.paged ? 0 : k_row));
+    for (int64_t b = 0; b < p.batch; ++b) {
+        const int64_t q_end = bound(p.cu_q, p.lens_stride[3], b + 1, q_row, p.total_q);
+        const int64_t k_end = bound(p.cu_k, p.lens_stride[4], b + 1, k_row, limit_k);
+        found.push_back(place(p, b, q_row, q_end - q_row, q_end - q_row, k_row, k_end - k_row, k_end - k_row, 0));
+        q_row = q_end, k_row = k_end;
+    }
+    const int64_t tail_k = p.paged ? 0 : p.total_k - k_row;
+    if (q_row < p.total_q || tail_k > 0) found.push_back(gap(p, q_row, p.total_q - q_row, k_row, tail_k));
+    return found;
+}
+
+char* key_address(const View& x, const Params& p, const Sequence& s, int64_t j, int64_t head) {
+    int64_t at = j * x.stride[1];
+    if (p.paged) {
+        const int64_t page = p.page_table[s.index * p.page_table_stride[0] + j / p.page_size * p.page_table_stride[1]];
+        at = page * x.stride[0] + j % p.page_size * x.stride[1];
+    } else {
+        at += p.packed ? s.k_row * x.stride[1] : s.index * x.stride[0];
+    }
+    return x.data + (at + head * x.stride[2]) * x.bytes();
+}
+
+void append(const Params& p, const Sequence& s) {
+    if (!p.k_new.present() && !p.v_new.present()) return;
+    if (!s.valid) return;
+    const int64_t fresh = value_or(p.new_lens, p.lens_stride[2], s.index, p.new_tokens);
+    const int64_t old = value_or(p.kv_lens, p.lens_stride[1], s.index, p.seqlen_k);
+    for (int64_t t = 0; t < fresh; ++t)
+        for (int64_t h = 0; h < p.heads_kv; ++h)
+            for (int side = 0; side < 2; ++side) {
+                const View &to = side ? p.v : p.k, &from = side ? p.v_new : p.k_new;
+                if (!from.present()) continue;
+                const int64_t at = s.index * from.stride[0] + t * from.stride[1] + h * from.stride[2];
+                std::memcpy(key_address(to, p, s, old + t, h), from.data + at * from.bytes(),
+                            static_cast<size_t>((side ? p.dim_v : p.dim) * from.bytes()));
+            }
+}
+
+// ---------------------------------------------------------------- units on threads
+
+template <class Body> struct Loop {
+    Body& body;
+    int64_t count;
+    char* workspace;
+    size_t stride;
+    std::atomic<int64_t> next{0};
+
+    static void work(void* self, int worker) {
+        Loop& loop = *static_cast<Loop*>(self);
+        char* space = loop.workspace + static_cast<size_t>(worker) * loop.stride;
+        for (int64_t n; (n = loop.next.fetch_add(1, std::memory_order_relaxed)) < loop.count;) loop.body(n, space);
+    }
+};
+
+// Workspaces of `bytes` for all threads; throws std::bad_alloc, so it comes before anything is written.
+struct Workspaces {
+    size_t stride = 0;
+    char* base = nullptr;
+    Workspaces() = default;
+    Workspaces(int threads, size_t bytes)
+        : stride((bytes + 4095) / 4096 * 4096 + 192),  // no two workers at the same page offset
+          base(shared_workspace(stride * static_cast<size_t>(threads))) {}
+};
+
+// body(unit, workspace) for every unit; units are claimed in ascending order.
+template <class Body> void each(int threads, int64_t count, const Workspaces& spaces, Body body) {
+    threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, count)));
+    Loop<Body> loop{body, count, spaces.base, spaces.stride};
+    run_parallel(threads, Loop<Body>::work, &loop);
+}
+
+double work_of(const Params& p) {
+    const double queries = p.packed ? static_cast<double>(p.total_q) : static_cast<double>(p.batch * p.seqlen_q);
+    return 2.0 * queries * static_cast<double>(p.heads_q) * static_cast<double>(p.seqlen_k) *
+           static_cast<double>(p.dim + p.dim_v);
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// 192 keys of 128 fill a part of the second-level cache and are a multiple of every register tile. Tuned on Zen 4.
+int64_t default_block(int64_t dim, int64_t length) {
+    const int64_t block = dim <= 128 ? 192 : dim <= 256 ? 96 : 48;
+    return std::max<int64_t>(1, std::min(block, length));
+}
+
+int64_t longest(const std::vector<Sequence>& list, int64_t Sequence::*member) {
+    int64_t most = 0;
+    for (const Sequence& s : list) most = std::max(most, s.*member);
+    return most;
+}
+
+}  // namespace
+
+int supported_families() {
+#if defined(ATTNLIB_X86)
+    static const int mask = [] {
+        __builtin_cpu_init();
+        const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+        return 1 | (avx2 ? 2 : 0) | (avx512 ? 4 : 0) | (avx512 && __builtin_cpu_supports("avx512bf16") ? 8 : 0);
+    }();
+    return mask;
+#else
+    return 1;
+#endif
+}
+
+void run_forward(Params& p, int family, int threads) {
+    const std::vector<Sequence> list = sequences(p);
+    const Kernels& kernels = kernels_for(family, p.q.dtype, true);
+    if (work_of(p) < 2e6) threads = 1;
+    const int64_t most_q = longest(list, &Sequence::q_rows);
+    if (p.block_k == 0) p.block_k = default_block(std::max(p.dim, p.dim_v), longest(list, &Sequence::kv_len));
+    if (p.block_q == 0) {
+        p.block_q = std::max<int64_t>(1, std::min(2 * default_block(std::max(p.dim, p.dim_v), most_q), most_q));
+        const int64_t rows = p.packed ? p.total_q : p.batch * p.seqlen_q;
+        while (p.block_q > 48 && rows * p.heads_q < p.block_q * threads * 4) p.block_q /= 2;
+    }
+    const int64_t row_units = std::max<int64_t>(1, ceil_div(p.packed ? p.total_q : p.batch * p.seqlen_q, p.block_q));
+    for (int64_t share = p.group(); share > 1 && !p.has(Fault::head_mod); --share) {
+        const bool small = p.block_q * share <= 2 * default_block(std::max(p.dim, p.dim_v), 192);
+        if (p.group() % share == 0 && small && row_units * (p.heads_q / share) >= 2 * threads) {
+            p.share = share;
+            break;
+        }
+    }
+    struct Part {
+        int64_t first_unit, blocks;
+    };
+    std::vector<Part> parts;
+    int64_t units = 0;
+    for (const Sequence& s : list) {
+        parts.push_back({units, ceil_div(s.q_rows, p.block_q)});
+        units += parts.back().blocks * (p.heads_q / p.share);
+    }
+    PoolLock lock;
+    const Workspaces spaces(threads, kernels.forward_workspace(p));
+    for (const Sequence& s : list) append(p, s);
+    each(threads, units, spaces, [&](int64_t unit, char* workspace) {
+        const auto after = std::upper_bound(parts.begin(), parts.end(), unit,
+                                            [](int64_t u, const Part& part) { return u < part.first_unit; });
+        const size_t n = static_cast<size_t>(after - parts.begin()) - 1;
+        const int64_t local = unit - parts[n].first_unit;
+        const int64_t block = parts[n].blocks - 1 - local % parts[n].blocks;  // causal: the longest rows first
+        const int64_t begin = block * p.block_q;
+        kernels.forward(p, list[n], local / parts[n].blocks * p.share, begin, std::min(begin + p.block_q, list[n].q_rows), workspace);
+    });
+    trim_workspace();
+}
+
+namespace {
+
+void zero_key_rows(const Params& p, const std::vector<Sequence>& list) {
+    for (const View* x : {&p.dk, &p.dv}) {
+        if (!x->present()) continue;
+        const int64_t dim = x == &p.dk ? p.dim : p.dim_v;
+        for (const Sequence& s : list)
+            for (int64_t j = s.kv_len; j < s.k_rows; ++j)
+                for (int64_t h = 0; h < p.heads_kv; ++h)
+                    std::memset(key_address(*x, p, s, j, h), 0, static_cast<size_t>(dim * x->bytes()));
+    }
+}
+
+void store_pages(const Params& p, const Kernels& kernels) {
+    for (const View* x : {&p.dk, &p.dv}) {
+        if (!x->present()) continue;
+        const int64_t dim = x == &p.dk ? p.dim : p.dim_v;
+        const char* from = x == &p.dk ? p.dk_sum : p.dv_sum;
+        for (int64_t slot = 0; slot < p.num_pages * p.page_size; ++slot)
+            for (int64_t h = 0; h < p.heads_kv; ++h, from += dim * kernels.real_bytes) {
+                const int64_t at = slot / p.page_size * x->stride[0] + slot % p.page_size * x->stride[1] + h * x->stride[2];
+                kernels.store(x->dtype, x->data + at * x->bytes(), from, dim);
+            }
+    }
+}
+
+template <class R> void add_sinks(const Params& p) {
+    const R* parts = reinterpret_cast<const R*>(p.dsink_part);
+    for (int64_t h = 0; h < p.heads_q; ++h)
+        for (int64_t b = 0; b < p.batch; ++b)
+            reinterpret_cast<R*>(p.dsinks.data)[h * p.dsinks.stride[0]] += parts[b * p.heads_q + h];
+}
+
+}  // namespace
+
+void run_backward(Params& p, int family, int threads) {
+    std::vector<Sequence> list = sequences(p);
+    for (Sequence& s : list) {  // no gradient flows through a sequence that does not fit
+        if (!s.valid) s.q_len = s.window.q_len = 0;
+    }
+    const int64_t most_q = longest(list, &Sequence::q_len), most_k = longest(list, &Sequence::kv_len);
+    if (p.block_k == 0) p.block_k = default_block(std::max(p.dim, p.dim_v), most_k);
+    if (p.block_q == 0) p.block_q = default_block(std::max(p.dim, p.dim_v), most_q);
+    const Kernels& kernels = kernels_for(family, p.q.dtype, p.block_q % 2 == 0 || most_q <= p.block_q);
+    if (work_of(p) < 2e6) threads = 1;
+
+    const size_t real = static_cast<size_t>(kernels.real_bytes);
+    const std::vector<char> zero_row(static_cast<size_t>(p.dim_v * 8), 0);
+    if (!p.dout.present()) {
+        p.dout.data = const_cast<char*>(zero_row.data());
+        p.dout.dtype = p.q.dtype;
+    }
+    p.rows_q = p.packed ? p.total_q : p.batch * p.seqlen_q;
+    p.dq_width = kernels.dq_width(p);
+    const bool products = p.dq.present() || p.dk.present() || p.dv.present() || p.dbias.present();
+    const bool pages = p.paged && (p.dk.present() || p.dv.present());
+    const size_t slots = static_cast<size_t>(pages ? p.num_pages * p.page_size * p.heads_kv : 0);
+    Zeroed delta(static_cast<size_t>(p.rows_q * p.heads_q) * real);
+    Zeroed sink_part(static_cast<size_t>((p.batch + 1) * p.heads_q) * real);
+    Zeroed dq_sum(p.dq.present() ? static_cast<size_t>(p.rows_q * p.heads_q * p.dq_width) * real : 0);
+    Zeroed dk_sum(slots * static_cast<size_t>(p.dim) * real), dv_sum(slots * static_cast<size_t>(p.dim_v) * real);
+    p.delta = delta.data(), p.dsink_part = sink_part.data(), p.dq_sum = dq_sum.data();
+    p.dk_sum = dk_sum.data(), p.dv_sum = dv_sum.data();
+
+    PoolLock lock;
+    const Workspaces spaces(threads, kernels.backward_workspace(p));
+    const int64_t count = static_cast<int64_t>(list.size());
+    each(threads, count * p.heads_q, spaces, [&](int64_t unit, char* workspace) {
+        kernels.delta(p, list[static_cast<size_t>(unit / p.heads_q)], unit % p.heads_q, workspace);
+    });
+    if (p.dsinks.present()) real == 8 ? add_sinks<double>(p) : add_sinks<float>(p);
+    if (!products) return;
+    if (!p.paged) zero_key_rows(p, list);
+
+    const bool fold_batch = pages || (p.dbias.present() && p.batch > 1 && p.dbias.stride[0] == 0);
+    const bool fold_heads = p.dbias.present() && p.heads_q > 1 && p.dbias.stride[1] == 0;
+    bool fold_keys = pages || (p.dbias.present() && p.seqlen_k > 1 && p.dbias.stride[3] == 0);
+    const int64_t groups_b = fold_batch ? 1 : count, groups_h = fold_heads ? 1 : p.heads_kv;
+    const int64_t blocks_k = ceil_div(most_k, p.block_k);
+    const bool ordered = !fold_keys && threads > 1 && blocks_k > 1;
+    if (!ordered) fold_keys = true;
+    std::vector<int64_t> first_turn;
+    int64_t turn_count = 0;
+    for (const Sequence& s : list) {
+        first_turn.push_back(turn_count);
+        turn_count += ceil_div(s.q_len, p.block_q) * p.heads_q;
+    }
+    std::vector<int32_t> turns(static_cast<size_t>(ordered ? turn_count : 0), 0);
+    const int64_t per_block = groups_b * groups_h;
+    each(threads, per_block * (fold_keys ? std::min<int64_t>(1, blocks_k) : blocks_k), spaces, [&](int64_t unit, char* workspace) {
+        const int64_t group = unit % per_block, b = group / groups_h, h = group % groups_h;
+        const int64_t key_begin = fold_keys ? 0 : unit / per_block, key_end = fold_keys ? blocks_k : key_begin + 1;
+        for (int64_t key_block = key_begin; key_block < key_end; ++key_block)
+            for (int64_t n = fold_batch ? 0 : b; n < (fold_batch ? count : b + 1); ++n) {
+                const Sequence& s = list[static_cast<size_t>(n)];
+                if (key_block * p.block_k >= s.kv_len) continue;
+                int32_t* turn = ordered ? turns.data() + first_turn[static_cast<size_t>(n)] : nullptr;
+                for (int64_t kv = fold_heads ? 0 : h; kv < (fold_heads ? p.heads_kv : h + 1); ++kv)
+                    kernels.backward(p, s, kv, key_block, workspace, turn);
+            }
+    });
+    if (p.dq.present()) {
+        each(threads, count * p.heads_q, {}, [&](int64_t unit, char*) {
+            const Sequence& s = list[static_cast<size_t>(unit / p.heads_q)];
+            kernels.store_dq(p, s, unit % p.heads_q, 0, s.q_rows);
+        });
+    }
+    if (pages) store_pages(p, kernels);
+    trim_workspace();
+}
+
+}  // namespace attnlib

@@ -1,0 +1,227 @@
+// What a row sees and what its scores are: the one place where forward and backward mask.
+//
+//   s = scale * (q . k);  s = softcap * tanh(s / softcap);  s = s + bias - slope |pos_i - j|;  s = -inf where hidden
+//
+// Hidden is selected, never multiplied: the raw score of a hidden key may be NaN. Bias and mask are read only inside
+// the row's window, so never behind their last column. Runs are the column ranges of a strip of rows that need work:
+// the window and the block mask cut to whole vectors.
+#pragma once
+
+#include "pack.h"
+
+namespace attnlib {
+namespace ATTNLIB_ISA {
+namespace {
+
+struct Run {
+    int32_t begin, end;
+};
+
+template <class R> struct Scorer {
+    const Params& p;
+    const Sequence& seq;
+    int64_t head;
+    R scale, slope, cap;
+    bool plain;  // nothing but the scale: row() leaves it to whoever reads the scores
+    R factor;    // what the scores must still be multiplied by
+    R* line;     // [padded block_k], scratch
+
+    Scorer(const Params& params, const Sequence& sequence, int64_t h, R* scratch)
+        : p(params), seq(sequence), head(h), scale(static_cast<R>(params.scale)), slope(0),
+          cap(static_cast<R>(params.softcap)), line(scratch) {
+        plain = scale > 0 && !(cap > 0) && !p.bias.present() && !p.alibi.present();
+        factor = plain ? scale : R(1);
+        if (p.alibi.present()) {
+            slope = load_one<R>(p.alibi.dtype, p.alibi.data + (seq.index * p.alibi.stride[0] + h * p.alibi.stride[1]) *
+                                                                  p.alibi.bytes());
+        }
+    }
+
+    ATTNLIB_INLINE bool block_seen(int64_t block_i, int64_t block_j) const {
+        const View& m = p.block_mask;
+        return m.data[seq.index * m.stride[0] + head * m.stride[1] + block_i * m.stride[2] + block_j * m.stride[3]];
+    }
+
+    // Turns n raw products (n a multiple of the vector) of query i with keys j, j + 1, ... into scores; keys from
+    // `stop` on belong to the next tile. derivative: of the softcap, or null.
+    void row(int64_t i, int64_t j, int64_t n, int64_t stop, R* s, R* derivative) const {
+        const int64_t begin = smaller(larger(seq.window.key_begin(i) - j, 0), n);
+        const int64_t end = larger(smaller(smaller(seq.window.key_end(i), stop) - j, n), begin);
+        if (plain) {
+            hide(i, j, begin, end, n, s);
+            return;
+        }
+        if (cap > 0) {
+            const R inverse = R(1) / cap;
+            for (int64_t c = 0; c < n; c += lanes<R>) {
+                Vec<R> x = load<R>(s + c) * scale;
+                if (p.has(Fault::softcap_after_bias)) {
+                    store<R>(s + c, x);
+                    if (derivative) store<R>(derivative + c, splat<R>(1));
+                    continue;
+                }
+                const Vec<R> t = tanh_of<R>(x * inverse);
+                store<R>(s + c, t * cap);
+                if (derivative) store<R>(derivative + c, R(1) - t * t);
+            }
+        } else {
+            for (int64_t c = 0; c < n; c += lanes<R>) store<R>(s + c, load<R>(s + c) * scale);
+        }
+        if (p.bias.present()) add_bias(i, j, begin, end, n, s);
+        if (p.alibi.present()) {
+            const Vec<R> distance = static_cast<R>(i + seq.window.offset - j) - iota<R>();
+            for (int64_t c = 0; c < n; c += lanes<R>) {
+                const Vec<R> x = distance - static_cast<R>(c);
+                store<R>(s + c, load<R>(s + c) - slope * (x < R(0) ? -x : x));
+            }
+        }
+        hide(i, j, begin, end, n, s);
+    }
+
+    ATTNLIB_INLINE void hide(int64_t i, int64_t j, int64_t begin, int64_t end, int64_t n, R* s) const {
+        if (p.mask.present()) hide_masked(i, j, begin, end, s);
+        if (p.block_mask.present()) hide_blocks(i, j, begin, end, s);
+        for (int64_t c = 0; c < begin; ++c) s[c] = -infinity<R>;
+        for (int64_t c = end; c < n; ++c) s[c] = -infinity<R>;
+    }
+
+    // Whether query i sees key j: a score of 0 stays above -inf.
+    bool sees(int64_t i, int64_t j) const {
+        alignas(64) R s[lanes<R>] = {};
+        row(i, j, lanes<R>, j + 1, s, nullptr);
+        return s[0] != -infinity<R>;
+    }
+
+    void add_bias(int64_t i, int64_t j, int64_t begin, int64_t end, int64_t n, R* s) const {
+        const View& b = p.bias;
+        const char* at = b.data + (seq.index * b.stride[0] + head * b.stride[1] + i * b.stride[2] +
+                                   (j + begin) * b.stride[3]) * b.bytes();
+        if (b.stride[3] == 1) {
+            load_row<R>(b.dtype, at, line + begin, end - begin);
+        } else if (b.stride[3] == 0) {
+            const R x = end > begin ? load_one<R>(b.dtype, at) : R(0);
+            for (int64_t c = begin; c < end; ++c) line[c] = x;
+        } else {
+            for (int64_t c = begin; c < end; ++c, at += b.stride[3] * b.bytes()) line[c] = load_one<R>(b.dtype, at);
+        }
+        for (int64_t c = 0; c < begin; ++c) line[c] = 0;
+        for (int64_t c = end; c < n; ++c) line[c] = 0;
+        for (int64_t c = 0; c < n; c += lanes<R>) {
+            const Vec<R> y = load<R>(line + c);
+            Vec<R> x = load<R>(s + c) + y;
+            if (p.has(Fault::softcap_after_bias) && cap > 0) x = tanh_of<R>(x / cap) * cap;
+            store<R>(s + c, y == -infinity<R> ? splat<R>(-infinity<R>) : x);  // NaN + -inf is hidden all the same
+        }
+    }
+    void hide_masked(int64_t i, int64_t j, int64_t begin, int64_t end, R* s) const {
+        const View& m = p.mask;
+        const char* at = m.data + seq.index * m.stride[0] + head * m.stride[1] + i * m.stride[2] + j * m.stride[3];
+        if (m.stride[3] == 1) {
+            for (int64_t c = begin; c < end; ++c) s[c] = at[c] ? s[c] : -infinity<R>;
+        } else {
+            for (int64_t c = begin; c < end; ++c) s[c] = at[c * m.stride[3]] ? s[c] : -infinity<R>;
+        }
+    }
+    void hide_blocks(int64_t i, int64_t j, int64_t begin, int64_t end, R* s) const {
+        const int64_t width = p.mask_block_k;
+        for (int64_t c = begin; c < end;) {
+            const int64_t block = (j + c) / width, stop = smaller((block + 1) * width - j, end);
+            if (!block_seen(i / p.mask_block_q, block))
+                for (; c < stop; ++c) s[c] = -infinity<R>;
+            c = stop;
+        }
+    }
+
+    // One past the last row of the strip that begins at row i: strips do not cross rows of the block mask.
+    ATTNLIB_INLINE int64_t strip_end(int64_t i, int64_t end) const {
+        end = smaller(end, i + kRows);
+        return p.block_mask.present() ? smaller(end, (i / p.mask_block_q + 1) * p.mask_block_q) : end;
+    }
+    ATTNLIB_INLINE int64_t key_strip_end(int64_t j, int64_t end) const {
+        end = smaller(end, j + kRows);
+        return p.block_mask.present() ? smaller(end, (j / p.mask_block_k + 1) * p.mask_block_k) : end;
+    }
+
+    // Columns of keys [j0, j1) that rows [i0, i1) of one strip may see, relative to j0, in whole vectors.
+    int64_t column_runs(int64_t i0, int64_t i1, int64_t j0, int64_t j1, Run* runs) const {
+        const int64_t a = larger(j0, seq.window.key_begin(i0)), b = smaller(j1, seq.window.key_end(i1 - 1));
+        if (!p.block_mask.present()) return a < b ? append(runs, 0, a - j0, b - j0, lanes<R>) : 0;
+        int64_t count = 0;
+        for (int64_t j = a; j < b;) {
+            const int64_t block = j / p.mask_block_k, stop = smaller((block + 1) * p.mask_block_k, b);
+            if (block_seen(i0 / p.mask_block_q, block)) count = append(runs, count, j - j0, stop - j0, lanes<R>);
+            j = stop;
+        }
+        return count;
+    }
+    // Rows of queries [i0, i1) that may see keys [j0, j1) of one strip, relative to i0, in multiples of grain.
+    int64_t row_runs(int64_t j0, int64_t j1, int64_t i0, int64_t i1, int64_t grain, Run* runs) const {
+        const int64_t a = larger(i0, seq.window.query_begin(j0)), b = smaller(i1, seq.window.query_end(j1 - 1));
+        if (!p.block_mask.present()) return a < b ? append(runs, 0, a - i0, b - i0, grain) : 0;
+        int64_t count = 0;
+        for (int64_t i = a; i < b;) {
+            const int64_t block = i / p.mask_block_q, stop = smaller((block + 1) * p.mask_block_q, b);
+            if (block_seen(block, j0 / p.mask_block_k)) count = append(runs, count, i - i0, stop - i0, grain);
+            i = stop;
+        }
+        return count;
+    }
+    // Whether any of rows [i0, i1) may see any of keys [j0, j1).
+    bool tile_seen(int64_t i0, int64_t i1, int64_t j0, int64_t j1) const {
+        const int64_t a = larger(j0, seq.window.key_begin(i0)), b = smaller(j1, seq.window.key_end(i1 - 1));
+        if (a >= b) return false;
+        if (!p.block_mask.present()) return true;
+        for (int64_t i = i0 / p.mask_block_q; i * p.mask_block_q < i1; ++i)
+            for (int64_t j = a / p.mask_block_k; j * p.mask_block_k < b; ++j)
+                if (block_seen(i, j)) return true;
+        return false;
+    }
+
+private:
+    static ATTNLIB_INLINE int64_t append(Run* runs, int64_t count, int64_t begin, int64_t end, int64_t grain) {
+        begin = begin / grain * grain;
+        end = round_up(end, grain);
+        if (count > 0 && begin <= runs[count - 1].end) {
+            runs[count - 1].end = static_cast<int32_t>(end);
+            return count;
+        }
+        runs[count] = {static_cast<int32_t>(begin), static_cast<int32_t>(end)};
+        return count + 1;
+    }
+};
+
+// keep[r][c] = 1 where dropout keeps (i0 + r, j0 + c), r < rows, c < cols: one Philox call serves eight elements.
+inline __attribute__((noinline)) void fill_keep(const Params& p, const Sequence& seq, int64_t head, int64_t i0,
+                                                int64_t rows, int64_t j0, int64_t cols, uint8_t* keep, int64_t ld) {
+    const uint32_t threshold = static_cast<uint32_t>(p.dropout_threshold);
+    const uint32_t h = p.has(Fault::dropout_ignores_head) ? 0u : static_cast<uint32_t>(head);
+    for (int64_t cell = i0 / 16 * 8; cell < (i0 + rows + 15) / 16 * 8; ++cell) {
+        const int64_t low = cell / 8 * 16 + cell % 8 - i0;  // row of the low halves; the high halves are 8 below
+        const bool has_low = low >= 0 && low < rows, has_high = low + 8 >= 0 && low + 8 < rows;
+        if (!has_low && !has_high) continue;
+        for (int64_t group = j0 / 32; group * 32 < j0 + cols; ++group) {
+            uint32_t word[4][8];
+#pragma GCC unroll 8
+            for (int lane = 0; lane < 8; ++lane) {
+                const PhiloxWords w = philox4x32_10(static_cast<uint32_t>(group * 8 + lane), static_cast<uint32_t>(cell), h,
+                                                    static_cast<uint32_t>(seq.index), p.seed);
+                for (int t = 0; t < 4; ++t) word[t][lane] = w.word[t];
+            }
+            for (int64_t t = 0; t < 4; ++t)
+                for (int64_t lane = 0; lane < 8; ++lane) {
+                    const int64_t c = group * 32 + t * 8 + lane - j0;
+                    if (c < 0 || c >= cols) continue;
+                    if (has_low) keep[low * ld + c] = (word[t][lane] & 0xFFFFu) >= threshold;
+                    if (has_high) keep[(low + 8) * ld + c] = (word[t][lane] >> 16) >= threshold;
+                }
+        }
+    }
+}
+template <class R> ATTNLIB_INLINE Vec<R> keep_vector(const uint8_t* keep) {
+    typedef uint8_t Bytes __attribute__((vector_size(lanes<R>), aligned(1), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const Bytes*>(keep), Vec<R>);
+}
+
+}  // namespace
+}  // namespace ATTNLIB_ISA
+}  // namespace attnlib

@@ -1,0 +1,31 @@
+// Exports the kernels of one instruction set; included last by each isa_*.cpp.
+#pragma once
+
+#include "backward.h"
+#include "forward.h"
+
+namespace attnlib {
+namespace ATTNLIB_ISA {
+
+namespace {
+template <class R> void store_plain(DType type, char* to, const void* from, int64_t count) {
+    store_row<R>(type, to, static_cast<const R*>(from), count, R(1));
+}
+}  // namespace
+
+template <class T> constexpr Kernels kernels_of(const char* name) {
+    return {name,
+            static_cast<int64_t>(sizeof(typename T::Real)),
+            T::per_word,
+            Forward<T>::workspace,
+            Forward<T>::block,
+            Backward<T>::delta,
+            Backward<T>::workspace,
+            Backward<T>::dq_width,
+            Backward<T>::block,
+            Backward<T>::store_dq,
+            store_plain<typename T::Real>};
+}
+
+}  // namespace ATTNLIB_ISA
+}  // namespace attnlib
