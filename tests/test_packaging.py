@@ -124,7 +124,7 @@ def test_ci_runs_make_test() -> None:
 
 def test_check_budgets(check: ModuleType) -> None:
     budgets = {step.name: step.budget for step in check.STEPS}
-    assert budgets["format"] + budgets["lint"] + budgets["types"] <= 70
+    assert budgets["format"] + budgets["lint"] + budgets["types"] <= 60
     assert budgets["tests"] <= 240
     assert budgets["cpu"] <= 240
     assert budgets["nvrtc"] <= 240

@@ -1,0 +1,90 @@
+"""NVIDIA GPUs: tensor-core kernels compiled at run time by NVRTC, for Turing and every later architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from attnlib.backend import BackendBase, Capabilities, Family, Plan, Refusal, RefusalCode, Target
+from attnlib.errors import UnsupportedError
+from attnlib.problem import AttentionProblem
+
+_SM80 = Capabilities(
+    device_kinds=frozenset({"cuda"}),
+    dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+    archs=("sm_80+",),
+    max_head_dim=256,
+)
+_SM75 = Capabilities(
+    device_kinds=frozenset({"cuda"}), dtypes=frozenset({torch.float16}), archs=("sm_75",), max_head_dim=256
+)
+
+
+def _room(problem: AttentionProblem, target: Target) -> list[Refusal]:
+    """Whether some tile shape fits the device's shared memory."""
+    from . import config, device
+
+    try:
+        info = device.info(target.index or 0) if target.present else device.for_arch(target.arch)
+        config.forward(problem, info)
+        if problem.grads:
+            config.backward(problem, info)
+    except ValueError as error:
+        what, _, rest = str(error).partition(": needs ")
+        needs, _, got = rest.partition(", got ")
+        return [Refusal(RefusalCode.CONFIG, what, needs or "a tile shape that fits", got or str(error))]
+    return []
+
+
+class CudaBackend(BackendBase):
+    """Families sm_80 (mma.sync, cp.async) and sm_75 (float16; compiled from the same source, never run so far)."""
+
+    def __init__(self, fault: str = "") -> None:
+        families = (
+            Family("sm_80", _SM80, "mma.sync kernels for Ampere and later"),
+            Family("sm_75", _SM75, "mma.sync kernels for Turing, not tested on a device"),
+        )
+        super().__init__("cuda", families)
+        self._fault = fault
+
+    def available(self, family: str, target: Target) -> tuple[Refusal, ...]:
+        from . import device
+
+        return device.refusals(target)
+
+    def check(self, problem: AttentionProblem, family: str, target: Target) -> tuple[Refusal, ...]:
+        found: list[Refusal] = []
+
+        def refuse(what: str, needs: str, got: str) -> None:
+            found.append(Refusal(RefusalCode.FEATURE, what, needs, got))
+
+        largest = max(problem.head_dim, problem.head_dim_v)
+        if family == "sm_75" and problem.grads and largest > 128:
+            refuse("backward", "head_dim at most 128 on sm_75", str(largest))
+        found += _room(problem, target)
+        return tuple(found)
+
+    def size_class(self, problem: AttentionProblem, family: str, target: Target) -> Hashable:
+        from . import config
+
+        return config.rows(problem), config.pack(problem)
+
+    def plan(
+        self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None
+    ) -> Plan:
+        from .plan import Sm80Plan
+
+        try:
+            return Sm80Plan(problem, target, config, self._fault)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"cuda:{family}: config: {error}") from error
+
+    def describe(self, problem: AttentionProblem, family: str, target: Target) -> Mapping[str, Any]:
+        from .plan import Sm80Plan
+
+        return Sm80Plan(problem, target).describe()
+
+
+backend = CudaBackend()

@@ -1,0 +1,458 @@
+"""From a problem and an architecture to kernel configurations: pure functions, no GPU touched.
+
+`forward`, `backward` and the small kernels' configurations are frozen dataclasses whose fields become `struct Config`
+of csrc/cuda. Lengths, batch, head counts and scalars are never compile-time. `kernels` lists every kernel that a plan
+may launch, `matrices` every shipped configuration (for `attnlib compile` and ci/compile_matrix).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attnlib.problem import AttentionProblem
+
+from . import device, params
+from .matrix import Matrix
+from .spec import KernelSpec
+
+FAULTS = (
+    "", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "skip_delta",
+    "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale",
+)  # fmt: skip
+
+
+def padded(dim: int) -> int:
+    """Elements of a row in shared memory."""
+    return max(32, -(-dim // 32) * 32)
+
+
+@dataclass(frozen=True)
+class Features:
+    """What forward and backward share of a problem."""
+
+    element: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    bias_element: torch.dtype
+    tf32: bool
+    aligned: bool
+    packed: bool
+    lengths: bool
+    paged: bool
+    left: bool
+    right: bool
+    top_left: bool
+    softcap: bool
+    has_bias: bool
+    mask: bool
+    alibi: bool
+    block_mask: bool
+    dropout: bool
+    fault: int
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Features):
+    """Tile shape of the forward; see csrc/cuda/forward_sm80.cuh."""
+
+    sink_element: torch.dtype
+    has_sinks: bool
+    stats: bool
+    m_tiles: int
+    warps: int
+    warps_n: int
+    block_k: int
+    stages: int
+    pack: bool
+    split: bool
+    maximum: bool
+    q_in_registers: bool
+
+    @property
+    def block_q(self) -> int:
+        return 16 * self.m_tiles * (self.warps // self.warps_n)
+
+    @property
+    def shared_bytes(self) -> int:
+        size, d, dv = self.element.itemsize, padded(self.head_dim), padded(self.head_dim_v)
+        keys = self.stages * self.block_k * (d + dv) * size
+        exchange = (self.block_q * self.block_k * size + 8 * self.block_q + 4 * self.warps) if self.warps_n > 1 else 0
+        return self.block_q * max(d, dv) * size + keys + (2048 if self.block_mask else 0) + exchange + 48
+
+
+@dataclass(frozen=True)
+class BackwardConfig(Features):
+    """Tile shape of the backward; see csrc/cuda/backward_sm80.cuh."""
+
+    bias_gradient: bool
+    deterministic: bool
+    m_tiles: int
+    warps_k: int
+    warps_q: int
+    block_q: int
+    dq_warps: int
+    stages: int
+    dq_first: bool
+    draw_first: bool
+    pack: bool = False
+
+    @property
+    def block_k(self) -> int:
+        return 16 * self.m_tiles * self.warps_k
+
+    @property
+    def warps(self) -> int:
+        return self.warps_k * self.warps_q
+
+    @property
+    def natural(self) -> bool:
+        return self.has_bias or self.alibi
+
+    @property
+    def shared_bytes(self) -> int:
+        size, d, dv = self.element.itemsize, padded(self.head_dim), padded(self.head_dim_v)
+        stage = self.block_q * (d + dv) * size + self.block_q * (16 if self.natural else 8)
+        scores = self.block_k * self.block_q * size * (3 if self.warps_q > 1 else 2)
+        return self.block_k * (d + dv) * size + self.stages * stage + scores + 48
+
+
+@dataclass(frozen=True)
+class RowsConfig:
+    """The small kernels: combine, append, delta, query gradient, sink gradient."""
+
+    element: torch.dtype
+    sink_element: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    aligned: bool
+    packed: bool
+    lengths: bool
+    paged: bool
+    has_sinks: bool
+    natural: bool
+    block_q: int
+    dq_warps: int
+    main_warps: int
+    dq_floats: int
+
+
+# ---------------------------------------------------------------- choices
+
+
+def features(problem: AttentionProblem, fault: str = "") -> dict[str, Any]:
+    """The fields of Features."""
+    left, right = problem.window
+    return {
+        "element": problem.dtype,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "bias_element": problem.bias or torch.float32,
+        "tf32": problem.tf32 and problem.dtype == torch.float32,
+        "aligned": problem.aligned,
+        "packed": problem.packed,
+        "lengths": problem.lengths or problem.append,
+        "paged": problem.page_size is not None,
+        "left": left is not None,
+        "right": right is not None,
+        "top_left": problem.top_left,
+        "softcap": problem.softcap is not None,
+        "has_bias": problem.bias is not None,
+        "mask": problem.mask,
+        "alibi": problem.alibi,
+        "block_mask": problem.block_mask is not None,
+        "dropout": problem.dropout_threshold > 0,
+        "fault": FAULTS.index(fault),
+    }
+
+
+def _elementwise(problem: AttentionProblem) -> bool:
+    """Whether scores are touched one by one, which needs registers."""
+    asked = (problem.bias, problem.softcap, problem.block_mask)
+    return any(x is not None for x in asked) or problem.mask or problem.alibi
+
+
+def packable(problem: AttentionProblem) -> bool:
+    """Whether the heads of a group can share a tile of rows: nothing may depend on the head but its sink."""
+    alone = problem.bias is None and problem.block_mask is None and not problem.mask and not problem.alibi
+    return alone and problem.dropout_threshold == 0 and 1 < problem.group <= 64
+
+
+def rows(problem: AttentionProblem) -> int:
+    """Rows a tile needs at most: 16, 32, 64, or 128 for everything longer."""
+    longest = problem.seqlen_q
+    packed = longest * problem.group if packable(problem) and longest * problem.group <= 64 else longest
+    return next(size for size in (16, 32, 64, 128) if packed <= size or size == 128)
+
+
+def pack(problem: AttentionProblem) -> bool:
+    """Whether a tile holds all heads of a group: short query lists."""
+    return packable(problem) and problem.seqlen_q * problem.group <= 64
+
+
+def sections(problem: AttentionProblem, target: device.DeviceInfo) -> int:
+    """Heads whose tiles are interleaved: as many as keep their keys and values in a third of L2."""
+    each = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    return max(1, min(1 << 20, target.l2_bytes // 3 // max(each, 1)) * problem.group)
+
+
+def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, block_k: int, resident: int) -> int:
+    """Shares of the keys, so that a short query list still fills the device."""
+    if problem.needs_stats or problem.seqlen_k < 4 * block_k:
+        return 1
+    heads = problem.num_heads_kv if pack(problem) else problem.num_heads_q
+    per_tile = block_q // problem.group if pack(problem) else block_q
+    tiles = -(-problem.seqlen_q // per_tile) * heads * problem.batch
+    slots = target.sm_count * resident
+    if tiles * 5 > slots * 4:
+        return 1
+    return max(1, min(slots // max(tiles, 1), problem.seqlen_k // (2 * block_k), 128))
+
+
+_Shape = tuple[int, int, int, int, bool, int]  # m_tiles, warps, block_k, stages, q_in_registers, warps_n
+
+
+def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, int]]:
+    """Tile shapes by preference, with the blocks a multiprocessor should hold; the first that fits is taken."""
+    size = rows(problem)
+    d = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    wide = problem.dtype == torch.float32
+    small = {16: (1, 1), 32: (1, 2), 64: (1, 4)}
+    stages = (1,) if old else (2, 1)
+    if size < 128:
+        m, w = small[size]
+        return [((m, w, k, s, False, 1), 1) for k in ((32,) if wide else (64, 32)) for s in stages]
+    if wide or old:
+        return [((1, w, 32, s, False, 1), 1) for w in (4, 2, 1) for s in stages]
+    if d > 128:
+        pair = [((2, 8, 64, 2, False, 2), 1), ((2, 4, 64, 1, False, 2), 1)]
+        rest = [((1, 8, 64, 2, False, 1), 1), ((1, 4, 64, 1, False, 1), 1), ((1, 4, 32, 1, False, 1), 1)]
+        return (pair if padded(problem.head_dim_v) == 256 and not _elementwise(problem) else []) + rest
+    if _elementwise(problem):
+        return [((1, 4, 64, 2, False, 1), 2), ((1, 4, 64, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
+    if d <= 64 and problem.dropout_threshold == 0:
+        return [((2, 4, 128, 2, False, 1), 2), ((2, 4, 64, 2, True, 1), 2)]
+    if d <= 64:
+        return [((2, 4, 64, 2, True, 1), 2)]
+    if problem.dropout_threshold > 0:
+        return [((2, 4, 32, 2, False, 1), 2), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
+    return [((2, 4, 64, 2, False, 1), 2), ((2, 4, 64, 1, False, 1), 2), ((2, 4, 32, 1, False, 1), 1), ((1, 4, 32, 2, False, 1), 1)]
+
+
+def forward(
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
+) -> tuple[ForwardConfig, int]:
+    """The forward's configuration and the blocks a multiprocessor should hold. shape overrides fields; ValueError if
+    the result does not fit."""
+    old = target.capability < 80
+    common = features(problem, fault) | {
+        "sink_element": problem.sinks or torch.float32,
+        "has_sinks": problem.sinks is not None,
+        "stats": problem.needs_stats,
+        "pack": pack(problem),
+        "split": False,
+        "warps_n": 1,
+        "maximum": problem.bias is not None or problem.alibi or problem.dtype == torch.float32,
+    }
+    if 64 < max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:
+        common["right"] = True  # an unbounded right edge costs nothing, and ptxas spills 40 bytes without it
+    names = ("m_tiles", "warps", "block_k", "stages", "q_in_registers", "warps_n")
+    wanted = dict(shape or {})
+    blocks = wanted.pop("min_blocks", None)
+    for values, count in _forward_shapes(problem, old):
+        config = ForwardConfig(**(common | dict(zip(names, values, strict=True)) | wanted))
+        room = target.smem_per_sm // (blocks or count) - 1024
+        if config.shared_bytes <= min(target.smem_per_block, room):
+            return config, blocks or count
+        if wanted.keys() & set(names):
+            break
+    raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
+
+
+def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
+    """Rows of the grid in which warps share dQ: near-square parts, in pairs of n8 tiles; 0 if there is none."""
+    for count in (2, 4, 1, 8):
+        columns, rest = divmod(warps, count)
+        if rest == 0 and block_q % (16 * count) == 0 and padded(head_dim) % (16 * columns) == 0:
+            return count
+    return 0
+
+
+def _backward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[int, int, int, int, int, int]]:
+    """m_tiles, warps_k, warps_q, block_q, stages, blocks a multiprocessor."""
+    d = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    stages = (1,) if old else (2, 1)
+    if problem.dtype == torch.float32:
+        shapes = [(1, 4, 2, 32), (1, 2, 2, 32)] if d <= 128 else [(1, 2, 4, 64), (1, 2, 2, 32), (1, 1, 2, 32)]
+    elif d > 192:
+        shapes = [(1, 4, 2, 64) if _elementwise(problem) else (2, 2, 4, 64), (1, 2, 4, 32)]
+    elif d > 128:
+        shapes = [(1, 4, 2, 64), (1, 2, 2, 32)]
+    elif d > 64:
+        shapes = [(2, 4, 2, 32 if _elementwise(problem) else 64), (1, 4, 2, 32), (1, 4, 1, 32)]
+    elif _elementwise(problem):
+        shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
+    else:
+        return [(*s, n, 2) for s in ((2, 4, 1, 32), (1, 4, 1, 32)) for n in stages]
+    return [(*s, n, 1) for s in shapes for n in stages]
+
+
+def backward(
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
+) -> tuple[BackwardConfig, int]:
+    """As forward, for the backward."""
+    common = features(problem, fault) | {
+        "bias_gradient": "bias" in problem.grads and not problem.deterministic,
+        "deterministic": problem.deterministic,
+        "dq_first": True,
+        "draw_first": False,
+    }
+    names = ("m_tiles", "warps_k", "warps_q", "block_q", "stages")
+    wanted = dict(shape or {})
+    blocks = wanted.pop("min_blocks", None)
+    for *values, count in _backward_shapes(problem, target.capability < 80):
+        chosen = dict(zip(names, values, strict=True)) | wanted
+        warps = chosen["warps_k"] * chosen["warps_q"]
+        chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
+        config = BackwardConfig(**(common | chosen))
+        if not config.dq_warps:
+            continue
+        room = target.smem_per_sm // (blocks or count) - 1024
+        if config.shared_bytes <= min(target.smem_per_block, room):
+            return config, blocks or count
+        if wanted.keys() & set(names):
+            break
+    raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
+
+
+def rows_config(problem: AttentionProblem, config: BackwardConfig | None = None) -> RowsConfig:
+    """For the small kernels; those of the backward follow its tiles."""
+    base = features(problem)
+    return RowsConfig(
+        **{f.name: base[f.name] for f in dataclasses.fields(RowsConfig) if f.name in base},
+        sink_element=problem.sinks or torch.float32,
+        has_sinks=problem.sinks is not None,
+        natural=problem.bias is not None or problem.alibi,
+        block_q=config.block_q if config else 64,
+        dq_warps=config.dq_warps if config else 1,
+        main_warps=config.warps if config else 1,
+        dq_floats=config.block_q * padded(problem.head_dim) if config else 64,
+    )
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def forward_kernel(config: ForwardConfig, blocks: int) -> KernelSpec:
+    return KernelSpec(
+        "forward_sm80.cuh", "forward_sm80", config, threads=32 * config.warps, min_blocks=blocks,
+        params="attnlib::ForwardParams", params_size=params.FORWARD.size,
+    )  # fmt: skip
+
+
+def backward_kernel(config: BackwardConfig, blocks: int) -> KernelSpec:
+    return KernelSpec(
+        "backward_sm80.cuh", "backward_sm80", config, threads=32 * config.warps, min_blocks=blocks,
+        params="attnlib::BackwardParams", params_size=params.BACKWARD.size,
+    )  # fmt: skip
+
+
+_SMALL = {
+    "combine": ("combine.cuh", params.COMBINE, 128),
+    "append": ("append.cuh", params.APPEND, 128),
+    "delta": ("gradient.cuh", params.DELTA, 256),
+    "query_gradient": ("gradient.cuh", params.QUERY_GRADIENT, 256),
+    "sink_gradient": ("gradient.cuh", params.SINK_GRADIENT, 256),
+}
+
+
+def small_kernel(name: str, config: RowsConfig) -> KernelSpec:
+    file, layout, threads = _SMALL[name]
+    return KernelSpec(
+        file, name, config, threads=threads, function=f"attnlib::{name}_kernel",
+        params=f"attnlib::{layout.name}", params_size=layout.size,
+    )  # fmt: skip
+
+
+def bias_gradient_kernel(config: BackwardConfig) -> KernelSpec:
+    """The fixed-order bias gradient of the deterministic backward."""
+    return KernelSpec(
+        "bias_gradient.cuh", "bias_gradient", config, threads=128, function="attnlib::bias_gradient_kernel",
+        params="attnlib::BiasGradientParams", params_size=params.BIAS_GRADIENT.size,
+    )  # fmt: skip
+
+
+def kernels(problem: AttentionProblem, arch: str) -> Sequence[KernelSpec]:
+    """Every kernel that a plan for problem may launch on arch."""
+    target = device.for_arch(arch)
+    config, blocks = forward(problem, target)
+    found = [forward_kernel(config, blocks)]
+    if not problem.needs_stats:
+        found.append(forward_kernel(replace(config, split=True), blocks))
+        found.append(small_kernel("combine", rows_config(problem)))
+    if problem.append:
+        found.append(small_kernel("append", rows_config(problem)))
+    if problem.grads:
+        main, blocks = backward(problem, target)
+        extra = rows_config(problem, main)
+        found += [backward_kernel(main, blocks), small_kernel("delta", extra), small_kernel("query_gradient", extra)]
+        if "sinks" in problem.grads:
+            found.append(small_kernel("sink_gradient", extra))
+        if "bias" in problem.grads and problem.deterministic:
+            found.append(bias_gradient_kernel(main))
+    return found
+
+
+def _problem(values: Mapping[str, Any]) -> AttentionProblem:
+    feature, queries = values["feature"], values["queries"]
+    extra: dict[str, Any] = {
+        "plain": {}, "causal": {"window": (None, 0)}, "window": {"window": (64, 64)}, "softcap": {"softcap": 30.0},
+        "bias": {"bias": torch.float32}, "mask": {"mask": True}, "alibi": {"alibi": True, "window": (None, 0)},
+        "sinks": {"sinks": torch.float32}, "block_mask": {"block_mask": (64, 64)},
+        "dropout": {"dropout_p": 0.125, "window": (None, 0)}, "lengths": {"lengths": True},
+        "packed": {"packed": True, "window": (None, 0)}, "paged": {"lengths": True, "page_size": 16},
+        "unaligned": {"aligned": False}, "tf32": {"tf32": True},
+    }[feature]  # fmt: skip
+    grads = () if feature == "paged" or queries < 128 else ("q", "k", "v")
+    if grads and feature == "bias":
+        grads += ("bias",)
+    if grads and feature == "sinks":
+        grads += ("sinks",)
+    return AttentionProblem(
+        dtype=values["dtype"], batch=2, seqlen_q=queries, seqlen_k=1024, num_heads_q=4, num_heads_kv=2,
+        head_dim=values["head_dim"], head_dim_v=values["head_dim_v"] or values["head_dim"], scale=0.125,
+        grads=grads, deterministic=values["deterministic"] and bool(grads), **extra,
+    )  # fmt: skip
+
+
+def _build(which: int, arch: str, values: Mapping[str, Any]) -> KernelSpec | None:
+    if arch == "sm_75" and values["dtype"] != torch.float16:
+        return None
+    if values["feature"] == "tf32" and values["dtype"] != torch.float32:
+        return None
+    problem = _problem(values)
+    if arch == "sm_75" and problem.grads and max(problem.head_dim, problem.head_dim_v) > 128:
+        return None
+    found = kernels(problem, arch)
+    return found[which] if which < len(found) else None
+
+
+def matrices() -> Sequence[Matrix]:
+    """Every shipped configuration: each kernel of each problem of these axes."""
+    axes: dict[str, tuple[Any, ...]] = {
+        "dtype": (torch.float16, torch.bfloat16, torch.float32),
+        "head_dim": (32, 64, 80, 96, 128, 160, 192, 256),
+        "head_dim_v": (0, 128),
+        "queries": (8, 64, 1024),
+        "feature": (
+            "plain", "causal", "window", "softcap", "bias", "mask", "alibi", "sinks", "block_mask", "dropout",
+            "lengths", "packed", "paged", "unaligned", "tf32",
+        ),
+        "deterministic": (False, True),
+    }  # fmt: skip
+    return [Matrix(f"kernel {which}", axes, functools.partial(_build, which)) for which in range(7)]

@@ -1,0 +1,233 @@
+"""The plan of the sm_80 and sm_75 kernels: workspaces, parameter structs and launches on torch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnlib.backend import Target
+from attnlib.memory import allocate
+from attnlib.problem import AttentionProblem, Tensors
+
+from . import config, device, jit, params
+from .spec import KernelSpec
+
+_UNBOUNDED = 1 << 29
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _strides(prefix: str, tensor: torch.Tensor, packed: bool, names: str) -> dict[str, int]:
+    """Strides as struct members: names is "bih" or "bjh"; a packed operand has no batch stride."""
+    strides = (0, *tensor.stride()) if packed else tensor.stride()
+    return {f"{prefix}_{name}": stride for name, stride in zip(names, strides, strict=False)}
+
+
+class Sm80Plan:
+    """One signature and size class on one device."""
+
+    def __init__(
+        self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = ""
+    ) -> None:
+        self._index = target.index or 0
+        self._info = device.info(self._index) if target.present else device.for_arch(target.arch)
+        wanted = dict(shape or {})
+        inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward")}
+        self._splits = wanted.pop("num_splits", None)
+        self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
+        self._rows = config.rows_config(problem)
+        self._backward = None
+        if problem.grads:
+            self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
+            self._backward_rows = config.rows_config(problem, self._backward)
+
+    def describe(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {
+            "kernel": "forward_sm80", "block_q": self._forward.block_q, "block_k": self._forward.block_k,
+            "warps": self._forward.warps, "num_stages": self._forward.stages, "shared_bytes": self._forward.shared_bytes,
+        }  # fmt: skip
+        if self._backward is not None:
+            found["backward"] = {
+                "kernel": "backward_sm80", "block_q": self._backward.block_q, "block_k": self._backward.block_k,
+                "warps": self._backward.warps, "shared_bytes": self._backward.shared_bytes,
+            }  # fmt: skip
+        return found
+
+    # ------------------------------------------------------------ launching
+
+    def _launch(
+        self, spec: KernelSpec, layout: params.ParamsLayout, values: Mapping[str, Any], grid: tuple[int, int, int],
+        shared: int, problem: AttentionProblem,
+    ) -> None:  # fmt: skip
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        jit.load(spec, self._index, problem).launch(grid, stream, layout.pack(values), shared, problem=problem)
+
+    def _common(self, problem: AttentionProblem, t: Tensors) -> dict[str, Any]:
+        left, right = problem.window
+        values: dict[str, Any] = {
+            "q_lens": _address(t.q_lens), "kv_lens": _address(t.kv_lens), "new_lens": _address(t.new_lens),
+            "cu_q": _address(t.cu_seqlens_q), "cu_k": _address(t.cu_seqlens_k),
+            "page_table": _address(t.page_table), "bias": _address(t.bias), "mask": _address(t.mask),
+            "alibi": _address(t.alibi_slopes), "block_mask": _address(t.block_mask), "seed": _address(t.dropout_seed),
+            "batch": problem.batch, "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
+            "total_q": problem.total_q, "total_k": problem.total_k,
+            "heads_q": problem.num_heads_q, "heads_kv": problem.num_heads_kv,
+            "window_left": -1 if left is None else min(left, _UNBOUNDED),
+            "window_right": -1 if right is None else min(right, _UNBOUNDED),
+            "new_tokens": 0 if t.k_new is None else t.k_new.shape[1],
+            "page_size": problem.page_size or 0, "dropout_threshold": problem.dropout_threshold,
+            "scale": problem.scale, "softcap": problem.softcap or 0.0,
+        }  # fmt: skip
+        threshold = problem.dropout_threshold
+        values["keep_scale"] = 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
+        if t.bias is not None:
+            values |= dict(zip(("bias_b", "bias_h", "bias_i", "bias_j"), t.bias.stride(), strict=True))
+        if t.mask is not None:
+            values |= dict(zip(("mask_b", "mask_h", "mask_i", "mask_j"), t.mask.stride(), strict=True))
+        if t.block_mask is not None and problem.block_mask is not None:
+            values |= dict(zip(("block_b", "block_h", "block_i", "block_j"), t.block_mask.stride(), strict=True))
+            values["block_rows"], values["block_columns"] = problem.block_mask
+        if t.alibi_slopes is not None:
+            values["alibi_b"], values["alibi_h"] = t.alibi_slopes.stride()
+        if t.page_table is not None:
+            values["page_row"] = t.page_table.stride(0)
+            values["seqlen_k"] = t.page_table.shape[1] * (problem.page_size or 0)
+        return values
+
+    # ------------------------------------------------------------ forward
+
+    def forward(self, problem: AttentionProblem, t: Tensors) -> None:
+        c, packed = self._forward, problem.packed
+        if t.k_new is not None and t.v_new is not None:
+            self._append(problem, t)
+        values = self._common(problem, t)
+        per_tile = c.block_q // problem.group if c.pack else c.block_q
+        tiles = problem.total_q // per_tile + problem.batch + 1 if packed else -(-problem.seqlen_q // per_tile)
+        units = (problem.num_heads_kv if c.pack else problem.num_heads_q) * (1 if packed else problem.batch)
+        splits = self._splits or config.splits(problem, self._info, c.block_q, c.block_k, self._resident(c))
+        values |= {
+            "q": _address(t.q), "k": _address(t.k), "v": _address(t.v), "out": _address(t.out), "lse": _address(t.lse),
+            "stats": _address(t.stats), "sinks": _address(t.sinks), "sinks_h": 1,
+            "stats_l": t.lse.numel(), "tiles": tiles, "splits": splits,
+            "section": min(units, config.sections(problem, self._info)) if problem.window.right is not None else 1,
+        } | _strides("q", t.q, packed, "bih") | _strides("k", t.k, packed and not c.paged, "bjh")  # fmt: skip
+        values |= _strides("v", t.v, packed and not c.paged, "bjh")
+        if splits > 1:
+            c = replace(c, split=True)
+            lse = allocate((splits, t.lse.numel()), torch.float32, t.q.device)
+            out = allocate((splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
+            values |= {"partial_out": out.data_ptr(), "partial_lse": lse.data_ptr()}
+        spec = config.forward_kernel(c, self._blocks)
+        self._launch(spec, params.FORWARD, values, (tiles * units, splits, 1), c.shared_bytes, problem)
+        if splits > 1:
+            joined = {
+                "out": _address(t.out), "lse": _address(t.lse), "sinks": _address(t.sinks), "sinks_h": 1,
+                "partial_out": out.data_ptr(), "partial_lse": lse.data_ptr(), "q_lens": _address(t.q_lens),
+                "cu_q": _address(t.cu_seqlens_q), "batch": problem.batch, "seqlen_q": problem.seqlen_q,
+                "total_q": problem.total_q, "heads_q": problem.num_heads_q, "splits": splits,
+            }  # fmt: skip
+            spec = config.small_kernel("combine", self._rows)
+            self._launch(spec, params.COMBINE, joined, (-(-t.lse.numel() // 4), 1, 1), 0, problem)
+
+    def _resident(self, c: config.ForwardConfig) -> int:
+        """Blocks a multiprocessor holds, by shared memory and threads."""
+        return max(1, min(self._info.smem_per_sm // (c.shared_bytes + 1024), 16 // c.warps))
+
+    def _append(self, problem: AttentionProblem, t: Tensors) -> None:
+        assert t.k_new is not None and t.v_new is not None
+        values: dict[str, Any] = {
+            "k": _address(t.k), "v": _address(t.v), "k_new": _address(t.k_new), "v_new": _address(t.v_new),
+            "kv_lens": _address(t.kv_lens), "new_lens": _address(t.new_lens), "page_table": _address(t.page_table),
+            "batch": problem.batch, "capacity": problem.seqlen_k, "heads_kv": problem.num_heads_kv,
+            "new_tokens": t.k_new.shape[1], "page_size": problem.page_size or 0,
+        } | _strides("k", t.k, False, "bjh") | _strides("v", t.v, False, "bjh")  # fmt: skip
+        values |= _strides("kn", t.k_new, False, "bth") | _strides("vn", t.v_new, False, "bth")
+        if t.page_table is not None:
+            values["page_row"] = t.page_table.stride(0)
+            values["capacity"] = t.page_table.shape[1] * (problem.page_size or 0)
+        spec = config.small_kernel("append", self._rows)
+        self._launch(spec, params.APPEND, values, (t.k_new.shape[1], problem.batch, 1), 0, problem)
+
+    # ------------------------------------------------------------ backward
+
+    def backward(self, problem: AttentionProblem, t: Tensors) -> None:
+        c = self._backward
+        assert c is not None and t.dout is not None
+        packed, heads = problem.packed, problem.num_heads_q
+        row_tiles = problem.total_q // c.block_q + problem.batch + 1 if packed else (
+            problem.batch * -(-problem.seqlen_q // c.block_q)
+        )  # fmt: skip
+        q_tiles = 0 if packed else -(-problem.seqlen_q // c.block_q)
+        floats = 4 if c.natural else 2
+        slots = heads * row_tiles
+        rows = allocate((slots * c.block_q * floats,), torch.float32, t.q.device)
+        dq_sum = allocate((slots * c.block_q * config.padded(c.head_dim),), torch.float32, t.q.device)
+        shared = {
+            "rows": rows.data_ptr(), "dq_sum": dq_sum.data_ptr(), "row_tiles": row_tiles,
+            "batch": problem.batch, "seqlen_q": problem.seqlen_q, "total_q": problem.total_q, "heads_q": heads,
+        }  # fmt: skip
+        places = {"q_lens": _address(t.q_lens), "cu_q": _address(t.cu_seqlens_q), "tiles": q_tiles}
+        dlse: dict[str, int] = {"dlse": _address(t.dlse)}
+        if t.dlse is not None:
+            strides = (0, *t.dlse.stride()) if packed else t.dlse.stride()
+            dlse |= dict(zip(("dlse_b", "dlse_h", "dlse_i"), strides, strict=True))
+        delta = shared | places | dlse | {
+            "out": _address(t.out), "dout": _address(t.dout), "lse": _address(t.lse), "stats": _address(t.stats),
+            "stats_l": t.lse.numel(),
+        } | _strides("out", t.out, packed, "bih") | _strides("do", t.dout, packed, "bih")  # fmt: skip
+        spec = config.small_kernel("delta", self._backward_rows)
+        self._launch(spec, params.DELTA, delta, (row_tiles, heads, 1), 0, problem)
+
+        k_tiles = problem.total_k // c.block_k + problem.batch + 1 if packed else -(-problem.seqlen_k // c.block_k)
+        units = problem.num_heads_kv * (1 if packed else problem.batch)
+        values = self._common(problem, t) | {
+            "q": _address(t.q), "k": _address(t.k), "v": _address(t.v), "dout": _address(t.dout),
+            "dk": _address(t.dk), "dv": _address(t.dv), "dbias": _address(t.dbias),
+            "rows": rows.data_ptr(), "dq_sum": dq_sum.data_ptr(), "row_tiles": row_tiles,
+            "tiles": q_tiles, "section": 1,
+        }  # fmt: skip
+        values |= _strides("q", t.q, packed, "bih") | _strides("k", t.k, packed, "bjh")
+        values |= _strides("v", t.v, packed, "bjh") | _strides("do", t.dout, packed, "bih")
+        for name, tensor in (("dk", t.dk), ("dv", t.dv)):
+            if tensor is not None:
+                values |= _strides(name, tensor, packed, "bjh")
+        if t.dbias is not None:
+            values |= dict(zip(("dbias_b", "dbias_h", "dbias_i", "dbias_j"), t.dbias.stride(), strict=True))
+        values["key_tiles"] = k_tiles
+        values["section"] = min(units, config.sections(problem, self._info)) if c.right and not c.deterministic else 1
+        if c.deterministic:
+            order = torch.zeros(slots * c.warps + 1, dtype=torch.int32, device=t.q.device)
+            values |= {"order": order.data_ptr(), "ticket": order.data_ptr() + 4 * slots * c.warps}
+        spec = config.backward_kernel(c, self._backward_blocks)
+        self._launch(spec, params.BACKWARD, values, (k_tiles * units, 1, 1), c.shared_bytes, problem)
+        if t.dq is not None:
+            gradient = shared | places | {"dq": _address(t.dq), "scale": problem.scale}
+            gradient |= _strides("dq", t.dq, packed, "bih")
+            del gradient["rows"]
+            spec = config.small_kernel("query_gradient", self._backward_rows)
+            self._launch(spec, params.QUERY_GRADIENT, gradient, (row_tiles, heads, 1), 0, problem)
+        if t.dbias is not None and c.deterministic:
+            self._bias_gradient(problem, t, values)
+        if t.dsinks is not None:
+            sinks = shared | places | {
+                "dsinks": _address(t.dsinks), "sinks": _address(t.sinks), "lse": _address(t.lse),
+                "sinks_h": 1, "dsinks_h": 1,
+            }  # fmt: skip
+            del sinks["dq_sum"]
+            spec = config.small_kernel("sink_gradient", self._backward_rows)
+            self._launch(spec, params.SINK_GRADIENT, sinks, (heads, 1, 1), 0, problem)
+
+    def _bias_gradient(self, problem: AttentionProblem, t: Tensors, main: Mapping[str, Any]) -> None:
+        assert self._backward is not None and t.dbias is not None
+        known = set(params.BIAS_GRADIENT.names)
+        values = {name: value for name, value in main.items() if name in known}
+        sizes = [1 if stride == 0 else size for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)]
+        values |= dict(zip(("size_b", "size_h", "size_i", "size_j"), sizes, strict=True))
+        elements = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+        spec = config.bias_gradient_kernel(self._backward)
+        self._launch(spec, params.BIAS_GRADIENT, values, (-(-elements // 4), 1, 1), 0, problem)

@@ -1,0 +1,167 @@
+"""Compile every kernel for every architecture without a GPU, and fail on what makes kernels slow in silence.
+
+    python ci/compile_matrix.py --tier ci     a covering set: any two configuration values, and each with each
+                                              architecture; also fails if compile_matrix.json is stale
+    python ci/compile_matrix.py --tier all    everything that is shipped; writes compile_matrix.json (commit it)
+
+A kernel fails when it doesn't compile, spills registers or draws a C75xx warning of ptxas, unless
+compile_exceptions.json says why that is worth it; more than it allows fails. A missing NVRTC fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import itertools
+import json
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnlib_cuda import jit, nvrtc
+from attnlib_cuda.compile import Result, compile_all, progress
+from attnlib_cuda.matrix import Matrix, covering, every, label
+
+RECORD = Path(__file__).with_name("compile_matrix.json")
+EXCEPTIONS = Path(__file__).with_name("compile_exceptions.json")
+
+
+@dataclass
+class Allowed:
+    """One line of compile_exceptions.json: kernels by a pattern over their label, what they may do, and why."""
+
+    match: str
+    why: str
+    spills: int = 0
+    warnings: dict[str, int] = field(default_factory=dict)
+    used: bool = False
+
+
+def read_exceptions(path: Path) -> list[Allowed]:
+    if not path.exists():
+        return []
+    table = [Allowed(**line) for line in json.loads(path.read_text())]
+    for line in table:
+        if not line.why.strip():
+            raise SystemExit(f"{path.name}: {line.match}: say why")
+    return table
+
+
+def warning_counts(warnings: Sequence[str]) -> Counter[str]:
+    """How often each ptxas code appears; other warnings count under "ptxas"."""
+    codes = (re.search(r"\bC7\d{3}\b", line) for line in warnings)
+    return Counter(code[0] if code else "ptxas" for code in codes)
+
+
+def faults(name: str, result: Result, table: Sequence[Allowed]) -> list[str]:
+    """What is wrong with one kernel."""
+    if result.error:
+        return [f"{name}: {result.error}"]
+    lines = [line for line in table if fnmatch.fnmatchcase(name, line.match)]
+    spills = max((line.spills for line in lines), default=0)
+    found = []
+    if result.spills > spills:
+        found.append(f"{name}: {result.spills} bytes of spills, {spills} allowed ({result.registers} registers)")
+    for code, count in sorted(warning_counts(result.warnings).items()):
+        limit = max((line.warnings.get(code, 0) for line in lines), default=0)
+        if count > limit:
+            text = next(text for text in result.warnings if code in text)
+            found.append(f"{name}: {count} x {code}, {limit} allowed: {text}")
+    for line in lines:
+        line.used = line.used or result.spills > 0 or bool(result.warnings)
+    return found
+
+
+def shipped_digest(matrices: Sequence[Matrix]) -> str:
+    """SHA-256 over the compile keys of everything shipped: changes iff some kernel's code may."""
+    jobs = {(spec, row[0]) for matrix in matrices for row, spec in every(matrix)}
+    return hashlib.sha256("".join(sorted(jit.digest(*job) for job in jobs)).encode()).hexdigest()
+
+
+def stale(record: Path, digest: str, version: tuple[int, int]) -> str:
+    """Why the committed record doesn't describe this tree; empty if it does."""
+    if not record.exists():
+        return f"{record.name} is missing: run ci/compile_matrix.py --tier all and commit it"
+    held: Mapping[str, Any] = json.loads(record.read_text())
+    if held["digest"] != digest:
+        return f"{record.name} is stale: the kernels changed; run ci/compile_matrix.py --tier all and commit it"
+    if held["nvrtc"] != list(version):
+        return f"{record.name} was made with NVRTC {held['nvrtc']}, this is {list(version)}"
+    return ""
+
+
+def check(
+    matrices: Sequence[Matrix],
+    tier: str,
+    *,
+    workers: int | None = None,
+    record: Path = RECORD,
+    exceptions: Path = EXCEPTIONS,
+) -> list[str]:
+    """Compile a tier and say all that is wrong; tier "all" writes record when nothing is."""
+    try:
+        compiler = nvrtc.find()
+    except nvrtc.NvrtcMissing as error:
+        return [str(error)]
+    table = read_exceptions(exceptions)
+    digest = shipped_digest(matrices)
+    rows = itertools.chain.from_iterable(covering(matrix) if tier == "ci" else every(matrix) for matrix in matrices)
+    jobs = list(dict.fromkeys((spec, row[0]) for row, spec in rows))  # many combinations are one kernel
+    if not jobs:
+        return ["no kernel is declared"]
+    results: dict[str, Result] = {}
+    started = time.perf_counter()
+    with progress(len(jobs), f"tier {tier}") as advance:
+        for place, result in compile_all(jobs, workers):
+            results[label(*jobs[place])] = result
+            advance(f"{result.entry} {result.arch}")
+    found = [fault for name, result in sorted(results.items()) for fault in faults(name, result, table)]
+    seconds = time.perf_counter() - started
+    slowest = max(results.values(), key=lambda result: result.seconds)
+    print(f"{len(jobs)} kernels in {seconds:.1f} s, slowest {slowest.entry} {slowest.arch} {slowest.seconds:.2f} s")
+    if tier == "ci":
+        found += filter(None, [stale(record, digest, compiler.version)])
+    else:
+        found += [f"{exceptions.name}: {line.match}: no kernel needs it now" for line in table if not line.used]
+        if not found:
+            write_record(record, digest, compiler.version, results)
+    return found
+
+
+def write_record(record: Path, digest: str, version: tuple[int, int], results: Mapping[str, Result]) -> None:
+    """For each entry point and architecture how many kernels, their most registers; and each one that is excepted."""
+    summary: dict[str, dict[str, int]] = {}
+    for result in results.values():
+        line = summary.setdefault(f"{result.entry} {result.arch}", {"kernels": 0, "registers": 0})
+        line["kernels"] += 1
+        line["registers"] = max(line["registers"], result.registers)
+    excepted = {
+        name: {"registers": result.registers, "spills": result.spills, "warnings": warning_counts(result.warnings)}
+        for name, result in results.items()
+        if result.spills or result.warnings
+    }
+    held = {"digest": digest, "nvrtc": list(version), "summary": summary, "excepted": excepted}
+    record.write_text(json.dumps(held, indent=1, sort_keys=True) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", choices=("ci", "all"), default="ci")
+    parser.add_argument("--jobs", type=int, default=None, help="processes; all cores by default")
+    options = parser.parse_args(arguments)
+    from attnlib_cuda import config
+
+    found = check(config.matrices(), options.tier, workers=options.jobs)
+    for fault in found:
+        print(f"FAILED {fault}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

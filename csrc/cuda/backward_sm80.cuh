@@ -1,0 +1,431 @@
+// Attention backward with mma.sync by recomputation, for sm_75, sm_80 and every later architecture.
+//
+//   P = exp(s - m) / l;  dP = dO V^T;  dS = P (keep dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = scale dS K
+//
+// A block owns block_k keys of one key/value head and walks the query tiles that see them, for every query head of the
+// group. All is kept transposed (keys along the rows), so P and dS leave the tensor cores in the layout in which dV and
+// dK want them. warps_k x warps_q warps: a warp computes [16 m_tiles keys, block_q / warps_q queries] of S and dP and
+// accumulates [16 m_tiles keys, head_dim / warps_q] of dK and dV. With warps_q = 1 P and dS stay in registers on that
+// way; dS always goes through shared memory for dQ. dQ is added to a float32 workspace laid out in fragment order, so
+// that a warp's additions are contiguous; gradient.cuh undoes it.
+//
+//   shared memory: K [block_k][head_dim] | V [block_k][head_dim_v] | stages x (Q [block_q][head_dim], dO [block_q][head_dim_v])
+//                  | 2 x dS [block_k][block_q] | P the same (warps_q > 1) | what only the loads need
+//
+// One block-wide barrier a step: dQ of a step is computed in the next one, when everyone's dS is there, and hides that
+// step's exponentials; P and dS for dV and dK pass between the warps_q warps of the same keys alone.
+//
+// Row statistics come from delta.cuh, padded to whole tiles: (lse * log2 e, delta), or (m, log2 l, delta, 0) with a bias;
+// rows that are no queries or see nothing have +inf in front, which makes P zero.
+// deterministic: blocks take a ticket and add to a query tile in the order of their keys.
+#pragma once
+
+#include "product.cuh"
+#include "score.cuh"
+#include "tile.cuh"
+
+namespace attnlib {
+
+template <class Config>
+struct BackwardTile {
+    using element = typename Config::element;
+    using atom = Atom<Config>;
+    static constexpr int M = Config::m_tiles, warps_k = Config::warps_k, warps_q = Config::warps_q;
+    static constexpr int warps = warps_k * warps_q, threads = 32 * warps;
+    static constexpr int block_k = 16 * M * warps_k, block_q = Config::block_q, stages = Config::stages;
+    static constexpr int N = block_q / warps_q / 8;
+    static constexpr int head_dim = (Config::head_dim + 31) / 32 * 32, head_dim_v = (Config::head_dim_v + 31) / 32 * 32;
+    static constexpr int CK = head_dim / warps_q / 8, CV = head_dim_v / warps_q / 8;   // n8 tiles of dK and dV
+    static constexpr int dq_rows = Config::dq_warps, dq_columns = warps / dq_rows;      // how the warps share dQ
+    static constexpr int MQ = block_q / 16 / dq_rows, CQ = head_dim / 8 / dq_columns;
+    static constexpr int row_floats = Scorer<Config>::natural ? 4 : 2;
+    static_assert((warps_q & (warps_q - 1)) == 0, "warps of the same keys take turns by xor");
+    static_assert(N % 2 == 0 && CK % 2 == 0 && CV % 2 == 0 && CQ % 2 == 0, "fragments are loaded in pairs");
+    static_assert(MQ * 16 * dq_rows == block_q && CQ * 8 * dq_columns == head_dim, "the warps tile dQ");
+    using KTile = Tile<Config, block_k, head_dim>;
+    using VTile = Tile<Config, block_k, head_dim_v>;
+    using QTile = Tile<Config, block_q, head_dim>;
+    using OTile = Tile<Config, block_q, head_dim_v>;
+    using STile = Tile<Config, block_k, block_q>;
+    static constexpr int row_bytes = block_q * row_floats * 4, stage_bytes = QTile::bytes + OTile::bytes + row_bytes;
+    static constexpr int v_at = KTile::bytes, q_at = v_at + VTile::bytes, o_at = QTile::bytes, rows_at = o_at + OTile::bytes;   // o, rows: within a stage
+    static constexpr int ds_at = q_at + stages * stage_bytes, p_at = ds_at + 2 * STile::bytes;
+    static constexpr int parked = p_at + (warps_q > 1 ? STile::bytes : 0), shared_bytes = parked + 48;
+    static constexpr int dq_floats = block_q * head_dim;   // of one tile in the workspace
+};
+
+// A transposed tile of P or dS to shared memory: [block_k][block_q], this warp's part at (row, column).
+template <class Config, int M, int N>
+__device__ __forceinline__ void store_transposed(const float (&x)[M][N][4], uint32_t tile, int row, int column, int lane) {
+    using STile = typename BackwardTile<Config>::STile;
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint32_t where = tile + STile::offset(row + 16 * m + 8 * r + (lane >> 2), column + 8 * n + 2 * (lane & 3));
+                if constexpr (Atom<Config>::wide) ptx::st_shared_v2(where, __float_as_uint(x[m][n][2 * r]), __float_as_uint(x[m][n][2 * r + 1]));
+                else ptx::st_shared_b32(where, pack<Config>(x[m][n][2 * r], x[m][n][2 * r + 1]));
+            }
+}
+
+// Accumulators of dK or dV to global memory through their tile of shared memory: rows of this block's keys.
+template <class Config, class KeyTile, int dim, int M, int C>
+__device__ __forceinline__ void write_keys(const float (&acc)[M][C][4], float scale, uint32_t tile, int row, int column,
+                                           typename Config::element* to, int64_t stride, int count, int thread) {
+    using element = typename Config::element;
+    const int lane = thread & 31;
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const uint32_t where = tile + KeyTile::offset(row + 16 * m + 8 * r + (lane >> 2), column + 8 * c + 2 * (lane & 3));
+                const float x = acc[m][c][2 * r] * scale, y = acc[m][c][2 * r + 1] * scale;
+                if constexpr (Atom<Config>::wide) ptx::st_shared_v2(where, __float_as_uint(x), __float_as_uint(y));
+                else ptx::st_shared_b32(where, pack<Config>(x, y));
+            }
+    __syncthreads();
+    constexpr int width = 16 / sizeof(element), chunks = (dim + width - 1) / width, threads = BackwardTile<Config>::threads;
+    for (int index = thread; index < KeyTile::rows * chunks; index += threads) {
+        const int r = index / chunks, first = index % chunks * width;
+        if (r >= count) break;
+        const uint4 value = ptx::ld_shared_v4(tile + KeyTile::offset(r, first));
+        element* target = to + r * stride + first;
+        if constexpr (dim % width == 0 && Config::aligned) *reinterpret_cast<uint4*>(target) = value;
+        else {
+            const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+            for (int e = 0; e < width; ++e)
+                if (first + e < dim) {
+                    if constexpr (Atom<Config>::wide) reinterpret_cast<uint32_t*>(target)[e] = words[e];
+                    else reinterpret_cast<uint16_t*>(target)[e] = static_cast<uint16_t>(words[e / 2] >> (16 * (e & 1)));
+                }
+        }
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ void kernel(const BackwardParams& p) {
+    using T = BackwardTile<Config>;
+    using atom = typename T::atom;
+    using element = typename Config::element;
+    constexpr int M = T::M, N = T::N, block_q = T::block_q, block_k = T::block_k, threads = T::threads;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const uint32_t base = ptx::shared_address(shared);
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    const int warp_k = warp / T::warps_q, warp_q = warp % T::warps_q;
+    const int row0 = warp_k * 16 * M, column0 = warp_q * 8 * N;   // this warp's part of S
+
+    // ---- which keys: causal tiles have the most queries first, deterministic ones the reverse (see below)
+    int block = blockIdx.x;
+    if constexpr (Config::deterministic) {
+        if (thread == 0) ptx::st_shared_b32(base + T::parked, atomicAdd(address<int>(p.ticket), 1));
+        __syncthreads();
+        block = ptx::ld_shared_b32(base + T::parked);
+        __syncthreads();
+    }
+    const int units = p.heads_kv * (Config::packed ? 1 : p.batch);
+    const int section = block / (p.key_tiles * p.section), rest = block - section * p.key_tiles * p.section;
+    const int width = min(p.section, units - section * p.section);
+    int tile = rest / width, unit = section * p.section + rest - tile * width, b = 0;
+    if (Config::deterministic && Config::right) tile = p.key_tiles - 1 - tile;
+    if constexpr (Config::packed) {
+        int within;
+        if (!find_packed_tile<Config>(address<const int>(p.cu_k), p.batch, p.total_k, block_k, tile, b, within)) return;
+        tile = within;
+    } else {
+        b = unit / p.heads_kv;
+        unit -= b * p.heads_kv;
+    }
+    const Sequence seq = sequence_of<Config>(p, b);
+    const Window window = window_of<Config>(p, seq);
+    const int head_kv = unit, group = p.heads_q / p.heads_kv;
+    const int j0 = tile * block_k, j1 = min(j0 + block_k, seq.kv_len);
+
+    // ---- which queries: tiles [first, last) of every head of the group
+    int first = 0, last = 0;
+    if (j1 > j0 && seq.q_len > 0) {
+        const int begin = clamp(window.query_begin(j0), 0, seq.q_len), end = static_cast<int>(window.query_end(j1 - 1));
+        if (end > begin) {
+            first = begin / block_q;
+            last = (end + block_q - 1) / block_q;
+        }
+    }
+    const int per_head = last - first, total = per_head * group;
+    const int64_t tile0 = first_tile<Config>(p, b, block_q);
+
+    // Heads and query tiles in order. Blocks start at different tiles, so that they don't add to the same dQ at once.
+    const int start = !Config::deterministic && !Config::right && per_head > 0 ? first + tile % per_head : first;
+    struct Place { int head, tile, left; };
+    const auto advance = [&](Place& at) {
+        if (++at.tile == last) at.tile = first;
+        if (--at.left == 0) {
+            at.left = per_head;
+            at.tile = start;
+            at.head += Config::fault == head_mod ? p.heads_kv : 1;
+        }
+    };
+
+    // What only the loads need waits in shared memory, not in registers.
+    if (thread == 0) {
+        ptx::st_shared_b64(base + T::parked, p.q + sizeof(element) * ((Config::packed ? 0 : b * p.q_b) + seq.q_row * p.q_i));
+        ptx::st_shared_b64(base + T::parked + 8, p.dout + sizeof(element) * ((Config::packed ? 0 : b * p.do_b) + seq.q_row * p.do_i));
+        ptx::st_shared_b64(base + T::parked + 16, p.rows + 4 * tile0 * (block_q * T::row_floats));
+        ptx::st_shared_b64(base + T::parked + 24, p.dq_sum + 4 * tile0 * T::dq_floats);
+        ptx::st_shared_v2(base + T::parked + 32, seq.q_len, static_cast<int>(window.offset));
+        ptx::st_shared_b32(base + T::parked + 40, seq.kv_len);
+    }
+    __syncthreads();
+    const auto load_queries = [&](const Place& at, int stage) {
+        const int thread = ptx::opaque_thread(), q_len = ptx::ld_shared_b32(base + T::parked + 32);
+        const uint32_t to = base + T::q_at + stage * T::stage_bytes;
+        const auto* q = address<const element>(ptx::ld_shared_b64(base + T::parked)) + at.head * p.q_h;
+        const auto* dout = address<const element>(ptx::ld_shared_b64(base + T::parked + 8)) + at.head * p.do_h;
+        load_tile<Config, typename T::QTile, threads, Config::head_dim>(to, Rows<Config>{q, p.q_i}, at.tile * block_q, 0, q_len, thread);
+        load_tile<Config, typename T::OTile, threads, Config::head_dim_v>(to + T::o_at, Rows<Config>{dout, p.do_i}, at.tile * block_q, 0, q_len, thread);
+        const auto* rows = address<const float>(ptx::ld_shared_b64(base + T::parked + 16)) + (at.head * p.row_tiles + at.tile) * (block_q * T::row_floats);
+        static_assert(T::row_bytes / 16 <= threads, "one chunk a thread");
+        if (thread < T::row_bytes / 16) {
+            if constexpr (Config::arch >= 80) ptx::cp_async_16(to + T::rows_at + 16 * thread, rows + 4 * thread);
+            else ptx::st_shared_v4(to + T::rows_at + 16 * thread, reinterpret_cast<const uint4*>(rows)[thread]);
+        }
+    };
+
+    // ---- prologue
+    float dk[M][T::CK][4], dv[M][T::CV][4];   // [keys, head_dim / warps_q]
+    clear(dk);
+    clear(dv);
+    if (total > 0) {
+        const element* k = address<const element>(p.k) + (Config::packed ? 0 : b * p.k_b) + seq.k_row * p.k_j + head_kv * p.k_h;
+        const element* v = address<const element>(p.v) + (Config::packed ? 0 : b * p.v_b) + seq.k_row * p.v_j + head_kv * p.v_h;
+        const int low = Config::left ? clamp(window.key_begin(0), 0, seq.kv_len) : 0;
+        load_tile<Config, typename T::KTile, threads, Config::head_dim>(base, Rows<Config>{k, p.k_j}, j0, low, seq.kv_len, thread);
+        load_tile<Config, typename T::VTile, threads, Config::head_dim_v>(base + T::v_at, Rows<Config>{v, p.v_j}, j0, low, seq.kv_len, thread);
+        if (T::stages > 1) load_queries({Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, 0);
+        commit<Config>();
+    }
+    const uint32_t k_lane = T::KTile::by_row(base + row0 * T::KTile::pitch, lane);
+    const uint32_t v_lane = T::VTile::by_row(base + T::v_at + row0 * T::VTile::pitch, lane);
+    const uint32_t above = static_cast<uint32_t>((static_cast<uint64_t>(p.dropout_threshold) << 16) - 1);
+    const uint64_t seed = Config::dropout ? static_cast<uint64_t>(*address<const int64_t>(p.seed)) : 0;
+
+    // dQ = dS K   [queries, head_dim], of the query tile `at`, whose dS lies in buffer `buffer`
+    const auto add_queries = [&](const Place& at, int buffer) {
+        float dq[T::MQ][T::CQ][4];
+        clear(dq);
+        const int dq_row = warp % T::dq_rows, dq_column = warp / T::dq_rows;
+        const uint32_t ds_by_k = T::STile::by_k(base + T::ds_at + buffer * T::STile::bytes, lane, true), k_by_k = T::KTile::by_k(base, lane, false);
+        accumulate<atom, T::MQ, T::CQ, block_k / atom::k>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
+            [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { T::KTile::template load_b_by_k<false>(b0, b1, k_by_k, k * atom::k, (dq_column * T::CQ + c) / 2, lane); });
+        int* turn = nullptr;
+        if constexpr (Config::deterministic) {
+            // Key tiles add in a fixed order: ascending, or descending where the later keys get here first.
+            const int i0 = at.tile * block_q, i1 = min(i0 + block_q, seq.q_len);
+            const int lowest = clamp(window.key_begin(i0), 0, seq.kv_len) / block_k, highest = (static_cast<int>(window.key_end(i1 - 1)) - 1) / block_k;
+            const int rank = Config::right ? highest - tile : tile - lowest;
+            turn = address<int>(p.order) + (at.head * p.row_tiles + tile0 + at.tile) * T::warps + warp;   // a warp adds its own part
+            while (ptx::ld_acquire(turn) != rank) {}
+            __syncwarp();
+        }
+        float* sum = address<float>(ptx::ld_shared_b64(base + T::parked + 24)) + (at.head * p.row_tiles + at.tile) * T::dq_floats + warp * (T::dq_floats / T::warps);
+#pragma unroll
+        for (int m = 0; m < T::MQ; ++m)
+#pragma unroll
+            for (int c = 0; c < T::CQ; ++c) {
+                float* run = sum + (m * T::CQ + c) * 128;
+                if constexpr (Config::arch >= 90) ptx::red_add_f32x4(run + 4 * lane, dq[m][c][0], dq[m][c][1], dq[m][c][2], dq[m][c][3]);
+                else
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) ptx::red_add_f32(run + 32 * e + lane, dq[m][c][e]);
+            }
+        if constexpr (Config::deterministic) {
+            __threadfence();
+            __syncwarp();
+            if (lane == 0) ptx::red_release_add(turn, 1);
+        }
+    };
+
+    // ---- main loop
+    Place current{Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, next = current, previous = current;
+    bool pending = false;   // a dQ waits to be computed
+#pragma unroll 1
+    for (int step = 0; step < total; ++step) {
+        const int stage = T::stages > 1 ? step & 1 : 0, buffer = step & 1;
+        advance(next);
+        if constexpr (T::stages == 1) {
+            __syncthreads();
+            load_queries(current, 0);
+            commit<Config>();
+        }
+        wait<Config, 0>();
+        __syncthreads();   // this step's queries and the last step's dS are here
+        const int head = current.head, query_tile = current.tile;
+        const int i0 = query_tile * block_q, i1 = min(i0 + block_q, seq.q_len);
+        const uint32_t q_at = base + T::q_at + stage * T::stage_bytes, o_at = q_at + T::o_at;
+        const Scorer<Config> scorer(p, seq, head);
+        const int state = Config::block_mask ? scorer.block_state(i0, i1, j0, j1) : 1;
+        const bool live = Config::deterministic || state >= 0;
+        if (Config::dq_first || (Config::block_mask && !live)) {
+            if (pending) add_queries(previous, buffer ^ 1);
+            pending = false;
+        }
+        if (!live) {
+            if (T::stages > 1 && step + 1 < total) load_queries(next, stage ^ 1);
+            commit<Config>();
+            current = next;
+            continue;
+        }
+
+        // S^T = K Q^T and dP^T = V dO^T   [keys, queries]
+        float s[M][N][4], dp[M][N][4];
+        float slope[Config::softcap ? M : 1][Config::softcap ? N : 1][4];   // of the softcap
+        float delta[N][2];
+        const uint32_t rows = q_at + T::rows_at + (column0 + 2 * (lane & 3)) * T::row_floats * 4;
+        clear(s);
+        clear(dp);
+        DropoutWords<Config, true, M, N> random;
+        if (Config::draw_first) random.draw(seed, b, head, j0 + row0, i0 + column0, lane);
+        {
+            const uint32_t q_lane = T::QTile::by_chunk(q_at + column0 * T::QTile::pitch, lane);
+            const uint32_t o_lane = T::OTile::by_chunk(o_at + column0 * T::OTile::pitch, lane);
+            accumulate<atom, M, N, T::head_dim / atom::k>(s, [&](int m, int k) { return T::KTile::load_a(k_lane, 16 * m, k); },
+                [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::QTile::load_b(b0, b1, q_lane, 8 * n, k); });
+            if constexpr (Config::softcap) scorer.cap_scores(s, slope);
+            scorer.template apply<true>(s, j0 + row0, i0 + column0, lane, state == 0);
+
+            // s -> log2 P
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                float shift[2], less[2];   // natural: log2 l is taken off apart, it would be lost beside m
+                if constexpr (Scorer<Config>::natural) {
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const uint4 row = ptx::ld_shared_v4(rows + (8 * n + e) * 16);
+                        shift[e] = __uint_as_float(row.x); less[e] = __uint_as_float(row.y); delta[n][e] = __uint_as_float(row.z);
+                    }
+                } else {
+                    const uint4 pair = ptx::ld_shared_v4(rows + 8 * n * 8);
+                    shift[0] = __uint_as_float(pair.x); delta[n][0] = __uint_as_float(pair.y);
+                    shift[1] = __uint_as_float(pair.z); delta[n][1] = __uint_as_float(pair.w);
+                }
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float& x = s[m][n][e];
+                        if constexpr (Scorer<Config>::raw) x = fmaf(x, scorer.scale, -shift[e & 1]);
+                        else if constexpr (Scorer<Config>::natural) x = fmaf(x - shift[e & 1], log2e, -less[e & 1]);
+                        else x -= shift[e & 1];
+                    }
+            }
+            const Edges<Config> edges(p, i0 + (Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
+                Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);   // registers are short either way: no spill so
+            if (edges.cross(j0, j0 + block_k)) edges.hide_transposed(s, j0 + row0, column0, lane);
+            accumulate<atom, M, N, T::head_dim_v / atom::k>(dp, [&](int m, int k) { return T::VTile::load_a(v_lane, 16 * m, k); },
+                [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::OTile::load_b(b0, b1, o_lane, 8 * n, k); });
+        }
+
+        if (T::stages > 1 && step + 1 < total) load_queries(next, stage ^ 1);
+        commit<Config>();
+        if (!Config::dq_first && pending) add_queries(previous, buffer ^ 1);
+
+        // P = exp(s - m) / l (negative where dropped) and dS = P (keep dP - delta)
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[m][n][e] = ptx::ex2_approx(s[m][n][e]);
+        if (!Config::draw_first) random.draw(seed, b, head, j0 + row0, i0 + column0, lane);
+        if constexpr (Config::dropout)
+#pragma unroll
+            for (int m = 0; m < M; m += random.pairs) random.apply(s, m, above, j0 + row0, lane, [](float x) { return -x; });
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float d = Config::fault == skip_delta ? 0.f : delta[n][e & 1];
+                    float& x = dp[m][n][e];
+                    float& probability = s[m][n][e];
+                    if constexpr (Config::dropout) {
+                        const bool dropped = __float_as_int(probability) < 0;
+                        x = fabsf(probability) * ((dropped ? 0.f : x * p.keep_scale) - d);
+                        probability = dropped ? 0.f : probability;
+                    } else x = probability * (x - d);
+                }
+        if constexpr (Config::bias_gradient) {
+            float* dbias = address<float>(p.dbias) + b * p.dbias_b + head * p.dbias_h;
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int j = j0 + row0 + 16 * m + (lane >> 2) + 8 * (e >> 1), i = i0 + column0 + 8 * n + 2 * (lane & 3) + (e & 1);
+                        if (i < scorer.i_end && j < scorer.j_end && dp[m][n][e] != 0.f) ptx::red_add_f32(dbias + i * p.dbias_i + j * p.dbias_j, dp[m][n][e]);
+                    }
+        }
+        if constexpr (Config::softcap)
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) dp[m][n][e] *= slope[m][n][e];
+
+        // dV += P^T dO, dK += dS^T Q   [keys, head_dim]
+        const uint32_t ds_at = base + T::ds_at + buffer * T::STile::bytes, p_at = base + T::p_at;
+        // This warp's columns of dV and dK: in the address where they are whole groups of chunks, else in the index.
+        constexpr bool whole_v = T::CV * 8 * atom::bytes % T::OTile::group == 0, whole_k = T::CK * 8 * atom::bytes % T::QTile::group == 0;
+        const int first_v = whole_v ? 0 : warp_q * T::CV, first_k = whole_k ? 0 : warp_q * T::CK;
+        const uint32_t o_by_k = T::OTile::by_k(o_at, lane, false) + (whole_v ? warp_q * T::CV * 8 * atom::bytes : 0);
+        const uint32_t q_by_k = T::QTile::by_k(q_at, lane, false) + (whole_k ? warp_q * T::CK * 8 * atom::bytes : 0);
+        const auto add_values = [&](int column, const auto& load_a) {   // of the queries from `column` on
+            accumulate<atom, M, T::CV, 8 * N / atom::k>(dv, load_a, [&](typename atom::B& b0, typename atom::B& b1, int k, int c) {
+                T::OTile::template load_b_by_k<true>(b0, b1, o_by_k + column * T::OTile::pitch, k * atom::k, (first_v + c) / 2, lane); });
+        };
+        const auto add_keys = [&](int column, const auto& load_a) {
+            accumulate<atom, M, T::CK, 8 * N / atom::k>(dk, load_a, [&](typename atom::B& b0, typename atom::B& b1, int k, int c) {
+                T::QTile::template load_b_by_k<true>(b0, b1, q_by_k + column * T::QTile::pitch, k * atom::k, (first_k + c) / 2, lane); });
+        };
+        store_transposed<Config>(dp, ds_at, row0, column0, lane);
+        if constexpr (T::warps_q > 1) store_transposed<Config>(s, p_at, row0, column0, lane);
+        add_values(column0, [&](int m, int k) { return atom::from_accumulators(s[m], k); });
+        add_keys(column0, [&](int m, int k) { return atom::from_accumulators(dp[m], k); });
+        if constexpr (T::warps_q > 1) {
+            ptx::bar_sync(1 + warp_k, 32 * T::warps_q);   // P and dS of these keys are complete
+            const uint32_t p_lane = T::STile::by_row(p_at + row0 * T::STile::pitch, lane), ds_lane = T::STile::by_row(ds_at + row0 * T::STile::pitch, lane);
+#pragma unroll
+            for (int other = 1; other < T::warps_q; ++other) {
+                const int column = (warp_q ^ other) * 8 * N, chunk = column * atom::bytes / 16;
+                add_values(column, [&](int m, int k) { return T::STile::load_a_permuted(p_lane, 16 * m, chunk + 2 * k); });
+                add_keys(column, [&](int m, int k) { return T::STile::load_a_permuted(ds_lane, 16 * m, chunk + 2 * k); });
+            }
+        }
+        previous = current;
+        current = next;
+        pending = true;
+    }
+    if (pending) {
+        __syncthreads();
+        add_queries(previous, (total - 1) & 1);
+    }
+
+    // ---- epilogue
+    wait<Config, 0>();
+    __syncthreads();
+    const int64_t token = Config::packed ? seq.k_row + j0 : j0;
+    const int count = seq.padded_k - j0;
+    element* dk_to = address<element>(p.dk) + (Config::packed ? 0 : b * p.dk_b) + token * p.dk_j + head_kv * p.dk_h;
+    element* dv_to = address<element>(p.dv) + (Config::packed ? 0 : b * p.dv_b) + token * p.dv_j + head_kv * p.dv_h;
+    const float dv_scale = (Config::dropout ? p.keep_scale : 1.f) * (Config::fault == scaled_dv ? 1.004f : 1.f);
+    if (p.dk) write_keys<Config, typename T::KTile, Config::head_dim>(dk, p.scale, base, row0, warp_q * T::CK * 8, dk_to, p.dk_j, count, thread);
+    if (p.dv) write_keys<Config, typename T::VTile, Config::head_dim_v>(dv, dv_scale, base + T::v_at, row0, warp_q * T::CV * 8, dv_to, p.dv_j, count, thread);
+}
+
+}  // namespace attnlib

@@ -1,0 +1,474 @@
+// Attention forward with mma.sync, for sm_75, sm_80 and every later architecture.
+//
+//   S = Q K^T;  s = score(S);  P = exp(s - r);  O += P V;  out = O / l;  lse = r + log l     (r, l: softmax.cuh)
+//
+// A block of `warps` warps owns block_q query rows of one head and walks the keys from the last visible tile to the first,
+// so tiles with a causal or length edge come first and the rest need no mask. warps_n = 1: each warp owns 16 * m_tiles
+// rows. warps_n = 2 (large heads): two warps own them together; each computes S for half of the keys and O for half of
+// head_dim_v, and they exchange P, so that a fragment of K or V serves twice the rows.
+//
+//   shared memory: Q [block_q][head_dim] (out is staged over it) | stages x K [block_k][head_dim] | stages x V [block_k][head_dim_v]
+//                  | block-mask bits | P [block_q][block_k], row values, flags (warps_n = 2) | what only the loads need
+//
+// pack: the rows of a tile are the queries of all heads of a group (row = query * group + head), for decode.
+// split: blockIdx.y takes a share of the key tiles and leaves float32 partials for combine.cuh.
+// On entry: strides in elements, innermost 1; Config::aligned promises 16-byte rows.
+#pragma once
+
+#include "product.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+namespace attnlib {
+
+template <class Config>
+struct ForwardTile {
+    using element = typename Config::element;
+    using atom = Atom<Config>;
+    static constexpr int M = Config::m_tiles, warps = Config::warps, threads = 32 * warps, warps_n = Config::warps_n;
+    static constexpr int block_q = 16 * M * (warps / warps_n), block_k = Config::block_k, keys = block_k / warps_n;
+    static constexpr int head_dim = (Config::head_dim + 31) / 32 * 32, head_dim_v = (Config::head_dim_v + 31) / 32 * 32;
+    static constexpr int columns = head_dim_v / warps_n, N = keys / 8, C = columns / 8;   // of one warp
+    using QTile = Tile<Config, block_q, head_dim>;
+    using KTile = Tile<Config, block_k, head_dim>;
+    using VTile = Tile<Config, block_k, head_dim_v>;
+    using OTile = Tile<Config, block_q, head_dim_v>;
+    static constexpr int q_bytes = QTile::bytes > OTile::bytes ? QTile::bytes : OTile::bytes;
+    static constexpr int k_at = q_bytes, v_at = k_at + Config::stages * KTile::bytes, end = v_at + Config::stages * VTile::bytes;
+    using PTile = Tile<Config, block_q, block_k>;
+    static constexpr int mask_bytes = Config::block_mask ? 2048 : 0, p_at = end + mask_bytes;
+    static constexpr int row_at = p_at + (warps_n > 1 ? PTile::bytes : 0), flag_at = row_at + (warps_n > 1 ? 8 * block_q : 0);
+    static constexpr int parked = flag_at + (warps_n > 1 ? 4 * warps : 0), shared_bytes = parked + 48;
+    static constexpr int steps = head_dim / atom::k, key_steps = keys / atom::k;
+    static_assert(warps_n == 1 || (!atom::wide && columns * atom::bytes % VTile::group == 0), "a warp's columns are whole groups of chunks");
+    static constexpr bool keep_q = Config::q_in_registers;
+    static constexpr bool skips = Config::left || Config::right;
+    static_assert(keys % 32 == 0, "dropout and 32-byte steps");
+
+    typename atom::A q[keep_q ? M : 1][keep_q ? steps : 1];
+    float acc[M][C][4];   // [rows, head_dim_v]
+    SoftmaxState<Config, M> state;
+
+    __device__ __forceinline__ void load_q(uint32_t q_lane) {
+        if constexpr (keep_q)
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int k = 0; k < steps; ++k) q[m][k] = QTile::load_a(q_lane, 16 * m, k);
+    }
+
+    // S = Q K^T   [rows, block_k]
+    __device__ __forceinline__ void scores(float (&s)[M][N][4], uint32_t q_lane, uint32_t k_lane) const {
+        clear(s);
+        accumulate<atom, M, N, steps>(s, [&](int m, int k) { return keep_q ? q[keep_q ? m : 0][keep_q ? k : 0] : QTile::load_a(q_lane, 16 * m, k); },
+            [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { KTile::load_b(b0, b1, k_lane, 8 * n, k); });
+    }
+
+    // P rounded to the element type as soon as a row of tiles is finished: half the registers (float32 stays as it is).
+    struct Packed { typename atom::A a[atom::wide ? 1 : M][atom::wide ? 1 : key_steps]; };
+    __device__ __forceinline__ static void round(const float (&p)[M][N][4], Packed& packed, int m) {
+        if constexpr (!atom::wide)
+#pragma unroll
+            for (int k = 0; k < key_steps; ++k) packed.a[m][k] = atom::from_accumulators(p[m], k);
+    }
+
+    // O += P V
+    __device__ __forceinline__ void add_values(const float (&p)[M][N][4], const Packed& packed, uint32_t v_lane, int lane) {
+        accumulate<atom, M, C, key_steps>(acc,
+            [&](int m, int k) { return atom::wide ? atom::from_accumulators(p[m], k) : packed.a[atom::wide ? 0 : m][atom::wide ? 0 : k]; },
+            [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { VTile::template load_b_by_k<true>(b0, b1, v_lane, k * atom::k, c / 2, lane); });
+    }
+};
+
+// What two warps that share rows tell each other; one barrier each.
+template <class Config>
+struct Partner {
+    using T = ForwardTile<Config>;
+    uint32_t base;
+    int lane, warp_m, warp_n;
+
+    __device__ __forceinline__ void meet() const { ptx::bar_sync(1 + warp_m, 32 * T::warps_n); }
+    __device__ __forceinline__ uint32_t row(int m, int r, int half) const { return base + T::row_at + 4 * (half * T::block_q + warp_m * 16 * T::M + 16 * m + 8 * r + (lane >> 2)); }
+
+    // op over both warps' values of each row
+    template <int M, class Op>
+    __device__ __forceinline__ void reduce(float (&x)[M][2], const Op& op) const {
+        if constexpr (T::warps_n > 1) {
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    if ((lane & 3) == 0) ptx::st_shared_b32(row(m, r, warp_n), __float_as_uint(x[m][r]));
+            meet();
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) x[m][r] = op(x[m][r], __uint_as_float(ptx::ld_shared_b32(row(m, r, warp_n ^ 1))));
+        }
+    }
+    // P of this warp's keys for the other one; returns whether both fit.
+    __device__ __forceinline__ bool exchange(const typename T::Packed& packed, bool fits) const {
+        if constexpr (T::warps_n == 1) return fits;
+        else {
+            const uint32_t tile = base + T::p_at + warp_m * 16 * T::M * T::PTile::pitch;
+#pragma unroll
+            for (int m = 0; m < T::M; ++m)
+#pragma unroll
+                for (int k = 0; k < T::key_steps; ++k)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        ptx::st_shared_b32(tile + T::PTile::offset(16 * m + 8 * (i & 1) + (lane >> 2), warp_n * T::keys + 16 * k + 8 * (i >> 1) + 2 * (lane & 3)), packed.a[m][k].hi[i]);
+            if (lane == 0) ptx::st_shared_b32(base + T::flag_at + 4 * (warp_m * 2 + warp_n), fits);
+            meet();
+            return fits && ptx::ld_shared_b32(base + T::flag_at + 4 * (warp_m * 2 + (warp_n ^ 1))) != 0;
+        }
+    }
+    // The other warp's P.
+    __device__ __forceinline__ void fetch(typename T::Packed& packed) const {
+        const uint32_t address = T::PTile::by_row(base + T::p_at + warp_m * 16 * T::M * T::PTile::pitch, lane) ;
+        const uint32_t half = (warp_n ^ 1) * T::keys * T::atom::bytes;   // 64 bytes: inside a group of chunks, so it is an xor
+#pragma unroll
+        for (int m = 0; m < T::M; ++m)
+#pragma unroll
+            for (int k = 0; k < T::key_steps; ++k) packed.a[m][k] = T::PTile::load_a(address ^ half, 16 * m, k);
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ auto key_rows(const ForwardParams& p, uint64_t start, int64_t page, int64_t stride, int sequence) {
+    const auto* base = address<const typename Config::element>(start);
+    if constexpr (Config::paged) return PagedRows<Config>{base, stride, page, address<const int>(p.page_table) + sequence * p.page_row, p.page_size};
+    else return Rows<Config>{base, stride};
+}
+
+// Which key tiles a block visits. With a block mask, bits in shared memory say which tiles exist and which are whole.
+template <class Config>
+struct KeyTiles {
+    static constexpr int words = Config::block_mask ? 256 : 1, covered = 32 * words;
+    const uint32_t* live;
+    const uint32_t* whole;
+
+    __device__ __forceinline__ int previous(int tile, int first) const {   // the last live tile <= tile, or first - 1
+        if constexpr (Config::block_mask)
+            while (tile >= first && tile < covered) {
+                const uint32_t word = live[tile >> 5] << (31 - (tile & 31));
+                if (word != 0) { tile -= __clz(word); break; }
+                tile = (tile & ~31) - 1;
+            }
+        return tile < first ? first - 1 : tile;
+    }
+    __device__ __forceinline__ bool needs_check(int tile) const {
+        if constexpr (!Config::block_mask) return false;
+        return tile >= covered || !(whole[tile >> 5] >> (tile & 31) & 1);
+    }
+};
+
+// Which rows a block owns. Heads within a section stay together; causal tiles go longest first. Located twice, before the
+// main loop and after it, so that nothing of it stays in registers in between.
+template <class Config>
+struct Work {
+    using T = ForwardTile<Config>;
+    Sequence seq;
+    int group, head, head_kv;     // rows a query has in the tile; first query head; key/value head
+    int i0, i1, rows;             // queries [i0, i1); rows of the tile in use
+    bool idle;
+
+    __device__ __forceinline__ explicit Work(const ForwardParams& p) {
+        const int block = ptx::opaque_block();
+        group = Config::pack ? p.heads_q / p.heads_kv : 1;
+        const int heads = Config::pack ? p.heads_kv : p.heads_q;
+        const int per_tile = Config::pack ? T::block_q / group : T::block_q;
+        const int units = heads * (Config::packed ? 1 : p.batch);
+        const int section = block / (p.tiles * p.section), rest = block - section * p.tiles * p.section;
+        const int width = min(p.section, units - section * p.section);
+        int tile = rest / width, unit = section * p.section + rest - tile * width, b = 0;
+        if (Config::right) tile = p.tiles - 1 - tile;
+        idle = false;
+        if constexpr (Config::packed) {
+            int within;
+            idle = !find_packed_tile<Config>(address<const int>(p.cu_q), p.batch, p.total_q, per_tile, tile, b, within);
+            tile = within;
+        } else {
+            b = unit / heads;
+            unit -= b * heads;
+        }
+        seq = sequence_of<Config>(p, b);
+        head = Config::pack ? unit * group : unit;
+        head_kv = Config::pack ? unit : Config::fault == head_mod ? unit % p.heads_kv : unit / (p.heads_q / p.heads_kv);
+        i0 = tile * per_tile;
+        i1 = min(i0 + per_tile, seq.q_len);
+        rows = Config::pack ? per_tile * group : T::block_q;
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void write_rows(const ForwardParams& p, ForwardTile<Config>& t, const Work<Config>& work, uint32_t base);
+
+template <class Config>
+__device__ __forceinline__ void kernel(const ForwardParams& p) {
+    using T = ForwardTile<Config>;
+    using element = typename Config::element;
+    constexpr int M = T::M, N = T::N, block_k = T::block_k, threads = T::threads;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const uint32_t base = ptx::shared_address(shared);
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+    const int warp_m = warp / T::warps_n, warp_n = warp % T::warps_n;
+
+    const Work<Config> work(p);
+    if (work.idle) return;
+    const Sequence& seq = work.seq;
+    const int b = seq.index, group = work.group, head = work.head, i0 = work.i0, i1 = work.i1;
+    const Window window = window_of<Config>(p, seq);
+
+    // ---- which keys: tiles [first, last) hold all that the tile's queries may see
+    const int key_begin = Config::left && i1 > i0 ? clamp(window.key_begin(i0), 0, seq.kv_len) : 0;
+    const int key_end = i1 > i0 ? static_cast<int>(window.key_end(i1 - 1)) : 0;
+    int first = key_begin / block_k, last = key_end > key_begin ? (key_end + block_k - 1) / block_k : first;
+    if constexpr (Config::split) {
+        const int share = (last - first + p.splits - 1) / p.splits;
+        first = min(first + static_cast<int>(blockIdx.y) * share, last);
+        last = min(first + share, last);
+    }
+
+    const Scorer<Config> scorer(p, seq, head);
+    KeyTiles<Config> tiles{};
+    if constexpr (Config::block_mask) {
+        uint32_t* live = reinterpret_cast<uint32_t*>(shared + T::end);
+        uint32_t* whole = live + KeyTiles<Config>::words;
+        for (int word = (first >> 5) + warp; word < KeyTiles<Config>::words && 32 * word < last; word += T::warps) {
+            const int j = (32 * word + lane) * block_k;
+            const int state = 32 * word + lane < last && 32 * word + lane >= first
+                ? scorer.block_state(i0, i1, j, min(j + block_k, seq.kv_len)) : -1;
+            const uint32_t some = __ballot_sync(0xFFFFFFFFu, state >= 0), all = __ballot_sync(0xFFFFFFFFu, state == 1);
+            if (lane == 0) { live[word] = some; whole[word] = all; }
+        }
+        __syncthreads();
+        tiles = {live, whole};
+    }
+
+    // What only the loads need waits in shared memory, not in registers.
+    constexpr uint32_t parked = T::parked;
+    if (thread == 0) {
+        const int64_t sequence = Config::packed || Config::paged ? 0 : 1;
+        ptx::st_shared_b64(base + parked, p.k + sizeof(element) * (work.head_kv * p.k_h + sequence * b * p.k_b + seq.k_row * p.k_j));
+        ptx::st_shared_b64(base + parked + 8, p.v + sizeof(element) * (work.head_kv * p.v_h + sequence * b * p.v_b + seq.k_row * p.v_j));
+        ptx::st_shared_v2(base + parked + 16, key_begin, key_end);
+        ptx::st_shared_v2(base + parked + 24, b, static_cast<int>(window.kv_len));
+        ptx::st_shared_v2(base + parked + 32, i0 + static_cast<int>(window.offset), i1 - i0);
+    }
+    __syncthreads();
+    const auto source = [&](uint64_t start, int64_t page, int64_t stride) {
+        return key_rows<Config>(p, start, page, stride, Config::paged ? ptx::ld_shared_b32(base + parked + 24) : 0);
+    };
+    const auto load_keys = [&](int tile, int stage) {
+        const int begin = Config::left ? ptx::ld_shared_b32(base + parked + 16) : 0, end = ptx::ld_shared_b32(base + parked + 20);
+        load_tile<Config, typename T::KTile, threads, Config::head_dim>(base + T::k_at + stage * T::KTile::bytes,
+            source(ptx::ld_shared_b64(base + parked), p.k_b, p.k_j), tile * block_k, begin, end, ptx::opaque_thread());
+    };
+    const auto load_values = [&](int tile, int stage) {
+        const int begin = Config::left ? ptx::ld_shared_b32(base + parked + 16) : 0, end = ptx::ld_shared_b32(base + parked + 20);
+        load_tile<Config, typename T::VTile, threads, Config::head_dim_v>(base + T::v_at + stage * T::VTile::bytes,
+            source(ptx::ld_shared_b64(base + parked + 8), p.v_b, p.v_j), tile * block_k, begin, end, ptx::opaque_thread());
+    };
+
+    // ---- prologue
+    int current = tiles.previous(last - 1, first);
+    {
+        const element* q = address<const element>(p.q) + (Config::packed ? 0 : b * p.q_b) + (seq.q_row + i0) * p.q_i + head * p.q_h;
+        if constexpr (Config::pack) {
+            struct { const element* base; int64_t i, h; int group;
+                     __device__ __forceinline__ const element* row(int r, bool) const { return base + r / group * i + r % group * h; } } packed{q, p.q_i, p.q_h, group};
+            load_tile<Config, typename T::QTile, threads, Config::head_dim>(base, packed, 0, 0, max(i1 - i0, 0) * group, thread);
+        } else {
+            load_tile<Config, typename T::QTile, threads, Config::head_dim>(base, Rows<Config>{q, p.q_i}, 0, 0, max(i1 - i0, 0), thread);
+        }
+        if (current >= first) load_keys(current, 0);
+        commit<Config>();   // the first product needs no values
+        if (Config::stages > 1 && current >= first) load_values(current, 0);
+        commit<Config>();
+    }
+
+    T t;
+    t.state.clear();
+    clear(t.acc);
+    const int row0 = warp_m * 16 * M;   // the warp's first row of the tile
+    const uint32_t q_lane = T::QTile::by_row(base + row0 * T::QTile::pitch, lane);
+    const uint32_t k_lane = T::KTile::by_chunk(base + T::k_at + warp_n * T::keys * T::KTile::pitch, lane);
+    const uint32_t v_lane = T::VTile::by_k(base + T::v_at, lane, false) + warp_n * T::columns * static_cast<int>(sizeof(element));
+    const Partner<Config> partner{base, lane, warp_m, warp_n};
+    const auto share = [&](float (&top)[M][2]) { partner.reduce(top, [](float x, float y) { return fmaxf(x, y); }); };
+    const uint32_t above = static_cast<uint32_t>((static_cast<uint64_t>(p.dropout_threshold) << 16) - 1);
+    const uint64_t seed = Config::dropout ? static_cast<uint64_t>(*address<const int64_t>(p.seed)) : 0;
+
+    // ---- main loop
+    bool fresh = true;      // this warp has seen no key
+    bool waiting = true;    // values arrive apart from keys: the first tile's, or all of them with one stage
+    int stage = 0;
+    if constexpr (T::keep_q) {
+        wait<Config, 0>();
+        __syncthreads();
+        t.load_q(q_lane);
+    }
+#pragma unroll 1
+    while (current >= first) {
+        const int next = tiles.previous(current - 1, first);
+        if (Config::stages > 1 && waiting) wait<Config, 1>();
+        else wait<Config, 0>();
+        __syncthreads();
+        if constexpr (Config::stages == 1) load_values(current, 0);
+        else if (next >= first) {
+            load_keys(next, stage ^ 1);
+            load_values(next, stage ^ 1);
+        }
+        commit<Config>();
+
+        float s[M][N][4];
+        const int j0 = current * block_k + warp_n * T::keys;   // this warp's first key
+        const Edges<Config> edges(p, ptx::ld_shared_b32(base + parked + 32), ptx::ld_shared_b32(base + parked + 36), ptx::ld_shared_b32(base + parked + 28));
+        const bool edge = edges.cross(current * block_k, current * block_k + block_k);
+        const bool check = tiles.needs_check(current);
+        const auto score = [&](bool scaled) {
+            t.scores(s, q_lane, k_lane + stage * T::KTile::bytes);
+            scorer.template apply<false>(s, i0 * group + row0, j0, lane, check, group);
+            if (scaled) scorer.scale_raw(s);
+            if (edge) edges.hide(s, row0, j0, lane, group);
+        };
+        typename T::Packed packed;
+        DropoutWords<Config, false, M, N> random;
+        const auto finish_rows = [&](int m) {
+            random.apply(s, m, above, 0, lane, [](float) { return 0.f; });
+            T::round(s, packed, m);
+        };
+        const auto with_maximum = [&] {
+            t.state.with_maximum(s, t.acc, share, finish_rows);
+            partner.exchange(packed, true);
+        };
+        const bool maximum = Config::maximum || fresh || edge;
+        const bool skip = edge && T::skips && edges.hides_all(Config::pack ? 0 : row0, Config::pack ? edges.count : row0 + 16 * M, current * block_k, current * block_k + block_k);
+        const auto await_values = [&] {
+            if (!waiting) return;
+            wait<Config, Config::stages == 1 ? 0 : 1>();
+            __syncthreads();
+            if constexpr (Config::stages == 1) {
+                if (next >= first) load_keys(next, 0);   // no warp needs this tile's keys again
+                commit<Config>();
+            } else waiting = false;
+        };
+        if (skip) await_values();
+        else {
+            random.draw(seed, b, head, i0 + row0, j0, lane);
+            score(maximum);
+            if (maximum) with_maximum();
+            else {
+                float added[M][2];
+                if (partner.exchange(packed, t.state.without_maximum(s, added, scorer.scale, finish_rows))) t.state.add(added);
+                else {
+                    score(true);
+                    with_maximum();
+                }
+            }
+            await_values();
+            const uint32_t v_stage = v_lane + stage * T::VTile::bytes;
+            t.add_values(s, packed, v_stage + warp_n * T::keys * T::VTile::pitch, lane);
+            if constexpr (T::warps_n > 1) {
+                partner.fetch(packed);
+                t.add_values(s, packed, v_stage + (warp_n ^ 1) * T::keys * T::VTile::pitch, lane);
+            }
+            fresh = false;
+        }
+        current = next;
+        if constexpr (Config::stages > 1) stage ^= 1;
+    }
+
+    wait<Config, 0>();
+    __syncthreads();   // out is staged over q
+    write_rows(p, t, Work<Config>(p), base);
+}
+
+// Epilogue: out = O / l through shared memory, lse, (m, l); split: float32 partials.
+template <class Config>
+__device__ __forceinline__ void write_rows(const ForwardParams& p, ForwardTile<Config>& t, const Work<Config>& work, uint32_t base) {
+    using T = ForwardTile<Config>;
+    using atom = typename T::atom;
+    using element = typename Config::element;
+    constexpr int M = T::M;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warp_m = warp / T::warps_n, warp_n = warp % T::warps_n, row0 = warp_m * 16 * M;
+    const Partner<Config> partner{base, lane, warp_m, warp_n};
+    t.state.add_threads();
+    partner.reduce(t.state.sum, [](float x, float y) { return x + y; });
+    const Sequence& seq = work.seq;
+    const int b = seq.index, group = work.group, head = work.head, i0 = work.i0, rows = work.rows;
+    const float poison = seq.valid ? 0.f : __uint_as_float(0x7FC00000u);
+    const float keep = Config::dropout ? p.keep_scale : 1.f;
+    const uint32_t staged = base + row0 * T::OTile::pitch;
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int local = 16 * m + 8 * r + (lane >> 2), row = row0 + local;
+            const int i = i0 + (Config::pack ? row / group : row), h = head + (Config::pack ? row % group : 0);
+            const bool owned = row < rows && i < seq.padded_q, query = i < seq.q_len;
+            float sink = -infinity;
+            if constexpr (Config::has_sinks)
+                if (owned && query && !Config::split) sink = to_float(address<const typename Config::sink_element>(p.sinks)[h * p.sinks_h]);
+            float inverse, lse, top, total;
+            t.state.finish(m, r, sink, inverse, lse, top, total);
+            if (!query) { inverse = 0.f; lse = top = -infinity; total = 0.f; }
+            else { lse += poison; top += poison; }
+            const int64_t lse_at = Config::packed ? h * static_cast<int64_t>(p.total_q) + seq.q_row + i
+                                                  : (static_cast<int64_t>(b) * p.heads_q + h) * p.seqlen_q + i;
+            const int64_t plane = static_cast<int64_t>(Config::packed ? 1 : p.batch) * p.heads_q * (Config::packed ? p.total_q : p.seqlen_q);
+            if (owned && (lane & 3) == 0 && warp_n == 0) {
+                if constexpr (Config::split) address<float>(p.partial_lse)[blockIdx.y * plane + lse_at] = lse;
+                else {
+                    address<float>(p.lse)[lse_at] = lse;
+                    if constexpr (Config::stats) {
+                        address<float>(p.stats)[lse_at] = top;
+                        address<float>(p.stats)[p.stats_l + lse_at] = total;
+                    }
+                }
+            }
+            const bool blank = inverse == 0.f;   // 0 rather than 0 * acc, which may be NaN
+            const float factor = inverse * keep;
+#pragma unroll
+            for (int c = 0; c < T::C; ++c) {
+                const float x = (blank ? 0.f : t.acc[m][c][2 * r] * factor) + (query ? poison : 0.f);
+                const float y = (blank ? 0.f : t.acc[m][c][2 * r + 1] * factor) + (query ? poison : 0.f);
+                const int column = warp_n * T::columns + 8 * c + 2 * (lane & 3);
+                if constexpr (Config::split) {
+                    if (owned && column < Config::head_dim_v) {
+                        float* to = address<float>(p.partial_out) + (blockIdx.y * plane + lse_at) * Config::head_dim_v + column;
+                        to[0] = x;
+                        if (column + 1 < Config::head_dim_v) to[1] = y;
+                    }
+                } else if constexpr (atom::wide) ptx::st_shared_v2(staged + T::OTile::offset(local, column), __float_as_uint(x), __float_as_uint(y));
+                else ptx::st_shared_b32(staged + T::OTile::offset(local, column), pack<Config>(x, y));
+            }
+        }
+    if constexpr (Config::split) return;
+    if constexpr (T::warps_n > 1) partner.meet();
+    else __syncwarp();
+    constexpr int width = 16 / sizeof(element), chunks = (Config::head_dim_v + width - 1) / width;
+#pragma unroll 4
+    for (int index = warp_n * 32 + lane; index < 16 * M * chunks; index += 32 * T::warps_n) {
+        const int local = index / chunks, column = index % chunks * width, row = row0 + local;
+        const int i = i0 + (Config::pack ? row / group : row), h = head + (Config::pack ? row % group : 0);
+        if (row >= rows || i >= seq.padded_q) continue;
+        const int64_t token = (Config::packed ? seq.q_row : static_cast<int64_t>(b) * p.seqlen_q) + i;
+        element* to = address<element>(p.out) + (token * p.heads_q + h) * Config::head_dim_v + column;
+        const uint32_t from = staged + T::OTile::offset(local, column);
+        if constexpr (Config::head_dim_v % width == 0) *reinterpret_cast<uint4*>(to) = ptx::ld_shared_v4(from);
+        else {
+            const uint4 value = ptx::ld_shared_v4(from);
+            const uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+            for (int e = 0; e < width; ++e)
+                if (column + e < Config::head_dim_v) {
+                    if constexpr (atom::wide) reinterpret_cast<uint32_t*>(to)[e] = words[e];
+                    else reinterpret_cast<uint16_t*>(to)[e] = static_cast<uint16_t>(words[e / 2] >> (16 * (e & 1)));
+                }
+        }
+    }
+}
+
+}  // namespace attnlib

@@ -1,0 +1,68 @@
+// Products of register fragments: the inner loops of every GEMM here.
+#pragma once
+
+#include "element.cuh"
+
+namespace attnlib {
+
+template <int M, int N>
+__device__ __forceinline__ void clear(float (&x)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
+}
+
+// acc[m][c] += A(m, k) . B(k, c). With split float32 sums over k are short and added outside the tensor core, which
+// truncates when it adds.
+template <class atom, int M, int C, int K, class LoadA, class LoadB>
+__device__ __forceinline__ void accumulate(float (&acc)[M][C][4], const LoadA& load_a, const LoadB& load_b) {
+    if constexpr (atom::split) {
+        constexpr int run = 8;
+#pragma unroll
+        for (int first = 0; first < K; first += run)
+#pragma unroll
+            for (int c = 0; c < C; c += 2) {
+                float part[M][2][4] = {};
+#pragma unroll
+                for (int k = first; k < first + run && k < K; ++k) {
+                    typename atom::B b0, b1;
+                    load_b(b0, b1, k, c);
+#pragma unroll
+                    for (int m = 0; m < M; ++m) {
+                        const typename atom::A a = load_a(m, k);
+                        atom::mma(part[m][0], a, b0);
+                        atom::mma(part[m][1], a, b1);
+                    }
+                }
+#pragma unroll
+                for (int m = 0; m < M; ++m)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        acc[m][c][e] += part[m][0][e];
+                        acc[m][c + 1][e] += part[m][1][e];
+                    }
+            }
+    } else {
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            typename atom::A a[M];
+#pragma unroll
+            for (int m = 0; m < M; ++m) a[m] = load_a(m, k);
+#pragma unroll
+            for (int c = 0; c < C; c += 2) {
+                typename atom::B b0, b1;
+                load_b(b0, b1, k, c);
+#pragma unroll
+                for (int m = 0; m < M; ++m) {
+                    atom::mma(acc[m][c], a[m], b0);
+                    atom::mma(acc[m][c + 1], a[m], b1);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace attnlib

@@ -1,0 +1,78 @@
+// Movement between global and shared memory: cp.async with zero fill, and plain shared stores and loads.
+#pragma once
+
+#include "types.h"
+
+namespace attnlib::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies `bytes` (0 to 16) and fills the rest of the 16 bytes with zeros; with 0 nothing is read.
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int pending>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+__device__ __forceinline__ void bar_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4(uint32_t address, uint4 value) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_b32(uint32_t address, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v2(uint32_t address, uint32_t x, uint32_t y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ uint32_t ld_shared_b32(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void ld_shared_b32x2(uint32_t& x, uint32_t& y, uint32_t address) {
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ uint64_t ld_shared_b64(uint32_t address) {
+    uint64_t value;
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_shared_b64(uint32_t address, uint64_t value) {
+    asm volatile("st.shared.b64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_f32x2(float& x, float& y, uint32_t address) {
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
+}  // namespace attnlib::ptx

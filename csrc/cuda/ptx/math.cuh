@@ -1,0 +1,93 @@
+// Arithmetic that C++ has no name for: exp2, conversions, and atomic adds without a result.
+#pragma once
+
+#include "types.h"
+
+namespace attnlib::ptx {
+
+__device__ __forceinline__ float ex2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float lg2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// low in bits 0-15, high in bits 16-31
+__device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ uint16_t cvt_f16(float x) {
+    uint16_t y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(uint16_t x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+template <int arch>
+__device__ __forceinline__ uint32_t cvt_f16x2(float low, float high) {
+    if constexpr (arch >= 80) {
+        uint32_t packed;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+        return packed;
+    } else {
+        return static_cast<uint32_t>(cvt_f16(low)) | static_cast<uint32_t>(cvt_f16(high)) << 16;
+    }
+}
+
+__device__ __forceinline__ uint32_t cvt_tf32(float x) {
+    uint32_t y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ void red_add_f32(float* address, float value) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void red_add_f32x4(float* address, float a, float b, float c, float d) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
+// threadIdx.x and blockIdx.x that the compiler must read again: what is derived from them does not stay in registers.
+__device__ __forceinline__ int opaque_thread() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}
+
+__device__ __forceinline__ int opaque_block() {
+    int x;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x));
+    return x;
+}
+
+__device__ __forceinline__ int ld_acquire(const int* address) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void red_release_add(int* address, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+}  // namespace attnlib::ptx

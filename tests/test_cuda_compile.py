@@ -1,0 +1,240 @@
+"""`attnlib compile`, covering sets of configurations and the rules of ci/compile_matrix, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_cuda_jit import SPEC, Config, csrc, folder  # noqa: F401 (fixtures)
+
+import attnlib_cuda
+from attnlib.errors import ArgumentError
+from attnlib.problem import AttentionProblem, Window
+from attnlib_cuda import compile as compiler
+from attnlib_cuda import jit, nvrtc
+from attnlib_cuda.matrix import ARCHS, Matrix, covering, every, label
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def build(arch: str, values: Mapping[str, Any]) -> jit.KernelSpec | None:
+    if arch == "sm_75" and values["dtype"] == "bfloat16":
+        return None
+    if values["causal"] and values["head_dim"] == 256 and values["kind"] == "c":
+        return None
+    return dataclasses.replace(SPEC, config=Config(values["head_dim"]), entry=f"tiny_{values['kind']}")
+
+
+BIG = Matrix(
+    "big",
+    {
+        "dtype": ("float16", "bfloat16", "float32"), "head_dim": (32, 64, 96, 128, 192, 256), "causal": (False, True),
+        "kind": tuple("abcd"), "bias": (False, True), "dropout": (False, True),
+    },
+    build,
+)  # fmt: skip
+
+
+def pairs(matrix: Matrix, rows: Any) -> set[Any]:
+    found = set()
+    for (arch, values), _ in rows:
+        found |= set(itertools.combinations([("arch", arch), *values.items()], 2))
+    return found
+
+
+def test_covering_set_meets_every_pair_that_is_shipped() -> None:
+    everything, chosen = list(every(BIG)), covering(BIG)
+    assert pairs(BIG, chosen) == pairs(BIG, everything)
+    assert len(chosen) < 1.6 * len(ARCHS) * 6 < len(everything) / 20  # 42 is the least: 7 architectures, 6 head_dims
+    assert [row for row, _ in chosen] == [row for row, _ in covering(BIG)]
+    assert all(build(arch, values) == spec for (arch, values), spec in chosen)
+
+
+def test_covering_set_finds_rare_combinations() -> None:
+    """A pair that only one of thousands of combinations has, which no greedy choice would hit."""
+    axes = {name: tuple(range(4)) for name in "abcdef"}
+
+    def rare(arch: str, values: Mapping[str, Any]) -> jit.KernelSpec | None:
+        lonely = values["a"] == 3 and values["b"] == 3
+        return SPEC if not lonely or all(values[name] == 2 for name in "cdef") else None
+
+    matrix = Matrix("rare", axes, rare, ("sm_80",))
+    assert pairs(matrix, covering(matrix)) == pairs(matrix, every(matrix))
+
+
+def test_label() -> None:
+    fields = [
+        ("element", torch.dtype, torch.float16),
+        ("head_dim", int, 64),
+        ("causal", bool, True),
+        ("bias", bool, False),
+    ]
+    config = dataclasses.make_dataclass("Features", fields, frozen=True)()
+    spec = dataclasses.replace(SPEC, config=config, min_blocks=2)
+    assert label(spec, "sm_80") == "tiny sm_80 element=float16 head_dim=64 causal min_blocks=2"
+
+
+# --- attnlib compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+    """A config module with one kernel for each head_dim, and one more for a backward."""
+
+    def of(problem: AttentionProblem, arch: str) -> list[jit.KernelSpec]:
+        forward = dataclasses.replace(SPEC, config=Config(problem.head_dim))
+        return [forward, dataclasses.replace(forward, entry="backward")] if problem.grads else [forward]
+
+    fake = SimpleNamespace(kernels=of)
+    monkeypatch.setattr(attnlib_cuda, "config", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "attnlib_cuda.config", fake)  # type: ignore[arg-type]
+    return folder
+
+
+def test_compile_command(kernels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "problems.json"
+    shape = {"batch": 1, "seqlen_q": 8, "seqlen_k": 8, "num_heads_q": 2, "head_dim": 64}
+    backward = {**shape, "dtype": "bfloat16", "head_dim": 128, "grads": ["q", "k", "v"], "window": [None, 0]}
+    file.write_text(json.dumps([{**shape, "dtype": "float16"}, backward]))
+    arguments = ["--arch", "sm_80,sm_90", "--problems", str(file), "--jobs", "2"]
+    assert compiler.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kernels"], found["compiled"], found["failed"]) == (6, 6, 0)
+    assert found["archs"] == ["sm_80", "sm_90a"] and found["cache"] == str(kernels)
+    assert len([path for path in kernels.iterdir() if not path.name.startswith(".")]) == 6
+    assert all(result["registers"] > 0 and Path(result["path"]).is_dir() for result in found["results"])
+    assert compiler.main(arguments) == 0
+    assert "6 kernels for sm_80, sm_90a: 0 compiled, 0 failed" in capsys.readouterr().out
+
+
+def test_compile_ignores_that_calls_may_not(kernels: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from attnlib import settings
+
+    with settings.override(jit="never"):
+        problem = compiler.common_problems()[0]
+        assert compiler.run(["sm_80"], [problem], workers=1) == 0
+    assert "1 compiled" in capsys.readouterr().out
+
+
+def test_compile_reports_failures(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = dataclasses.replace(SPEC, params_size=1)
+    monkeypatch.setattr(attnlib_cuda.config, "kernels", lambda problem, arch: [SPEC, bad])
+    out = io.StringIO()
+    assert compiler.run(["sm_80"], compiler.common_problems()[:1], workers=1, out=out) == 1
+    assert "failed: tiny for sm_80: tiny does not compile" in out.getvalue() and "1 failed" in out.getvalue()
+
+
+def test_compile_without_nvrtc(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> nvrtc.Nvrtc:
+        raise nvrtc.NvrtcMissing("NVRTC was not found")
+
+    monkeypatch.setattr(nvrtc, "find", missing)
+    assert compiler.run(["sm_80"], compiler.common_problems()[:1]) == 2
+    assert "NVRTC was not found" in capsys.readouterr().err
+
+
+def test_architectures_and_problems_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compiler.parse_archs("sm_80, sm_90,sm_90a,sm_120") == ["sm_80", "sm_90a", "sm_120"]
+    for text in ("sm_70", "gfx942", "sm_999", ""):
+        with pytest.raises(ArgumentError, match="--arch"):
+            compiler.parse_archs(text)
+    base = {"dtype": "float16", "batch": 1, "seqlen_q": 4, "seqlen_k": 4, "num_heads_q": 1, "head_dim": 64}
+    made = compiler.problem_of({**base, "window": [3, None], "sinks": "float32"}, "here")
+    assert made.scale == 0.125 and made.num_heads_kv == 1 and made.head_dim_v == 64
+    assert made.window == Window(3, None) and made.sinks == torch.float32 and hash(made)
+    for record, text in (({**base, "head": 3}, "unknown field head"), ({**base, "dtype": "half2"}, "half2"),
+                         ({"dtype": "float16"}, "head_dim")):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"here: .*{text}"):
+            compiler.problem_of(record, "here")
+    for content in ("{", "{}", "[1]"):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(ArgumentError, match="--problems"):
+            compiler.read_problems(tmp_path / "bad.json")
+    with pytest.raises(SystemExit):
+        compiler.main(["--arch", "sm_70", "--common"])
+    assert "needs sm_75 or later" in capsys.readouterr().err
+
+
+def test_common_problems() -> None:
+    problems = compiler.common_problems()
+    assert len(set(problems)) == len(problems) > 30
+    assert {problem.head_dim for problem in problems} == {64, 128}
+    assert any(problem.grads for problem in problems) and any(problem.page_size for problem in problems)
+
+
+# --- ci/compile_matrix ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def matrix_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compile_matrix", ROOT / "ci/compile_matrix.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compile_matrix"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def simple(arch: str, values: Mapping[str, Any]) -> jit.KernelSpec | None:
+    kind = values["kind"]
+    if kind == "serialised" and arch != "sm_90a":
+        return None
+    function = "attnlib::kernel" if kind == "plain" else f"attnlib::{kind}"
+    return dataclasses.replace(SPEC, entry=kind, function=function, config=Config(values["head_dim"]))
+
+
+def test_compile_matrix(
+    matrix_script: ModuleType, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    record, table = tmp_path / "record.json", tmp_path / "exceptions.json"
+
+    def check(tier: str, kinds: tuple[str, ...], **more: Any) -> list[str]:
+        axes = {"kind": kinds, "head_dim": (64, 300)}
+        matrix = Matrix("tiny", axes, simple, more.get("archs", ("sm_80", "sm_90a")))
+        found = matrix_script.check([matrix], tier, workers=1, record=record, exceptions=table)
+        return [str(fault) for fault in found]
+
+    assert check("ci", ("plain",)) == ["record.json is missing: run ci/compile_matrix.py --tier all and commit it"]
+    assert check("all", ("plain",)) == [] and check("ci", ("plain",)) == []
+    held = json.loads(record.read_text())
+    assert held["summary"]["plain sm_80"]["kernels"] == 2 and held["excepted"] == {}
+    (fault,) = check("ci", ("plain",), archs=("sm_80",))
+    assert "record.json is stale" in fault
+
+    faults = check("all", ("spilling", "serialised"))
+    assert record.read_text() == json.dumps(held) or json.loads(record.read_text()) == held  # not written on failure
+    assert all("head_dim=300" in fault for fault in faults if "spills" in fault)
+    assert sum("bytes of spills, 0 allowed (255 registers)" in fault for fault in faults) == 2
+    codes = [fault for fault in faults if "C75" in fault]
+    assert codes and all("serialised sm_90a" in fault for fault in codes)
+
+    spills = {"match": "spilling * head_dim=300", "spills": 100000, "why": "a test"}
+    serial = {"match": "serialised sm_90a*", "warnings": {f"C75{n:02}": 99 for n in range(20)}, "why": "too"}
+    table.write_text(json.dumps([spills, serial]))
+    assert check("all", ("spilling", "serialised")) == []
+    table.write_text(json.dumps([{**spills, "spills": 4}, serial]))  # they rose
+    assert len(check("all", ("spilling", "serialised"))) == 2
+    table.write_text(json.dumps([spills]))
+    assert check("all", ("plain",)) == [
+        "exceptions.json: spilling * head_dim=300: no kernel needs it now"
+    ]  # fmt: skip
+    table.write_text(json.dumps([{**spills, "why": " "}]))
+    with pytest.raises(SystemExit, match="say why"):
+        check("all", ("plain",))
+
+    table.write_text("[]")
+    assert check("all", ()) == ["no kernel is declared"]
+    monkeypatch.setattr(nvrtc, "find", lambda: (_ for _ in ()).throw(nvrtc.NvrtcMissing("NVRTC was not found")))
+    assert check("ci", ("plain",)) == ["NVRTC was not found"]
