@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -43,14 +44,24 @@ def items():
 # --- a correct backend passes, a faulty one does not ----------------------------------------------------------------
 
 
+_TOPICS = (
+    "AB-", "arguments/", "canary/", "config/", "deterministic/", "dropout/", "empty/", "gradients/", "memory/",
+    "merge/", "nan/", "poison/", "refusals/", "repeatable/", "same/", "visible/",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [1, 2, 3, 4])
-def test_tiled_passes_level_core_without_refusing(part):
-    report = run_check("tiled", shard=(part, 4))
+@pytest.mark.parametrize(
+    ("only", "shard", "least"),
+    [(_TOPICS, None, 250), (("forward/", "backward/"), (1, 4), 100)],
+    ids=["topics", "cases"],
+)
+def test_tiled_passes_and_refuses_nothing(only, shard, least):
+    report = run_check("tiled", only=only, shard=shard)
     failed = {check["name"]: check["message"] for check in report["checks"] if check["outcome"] == "failed"}
     assert not failed
     assert report["refused"] == 0
-    assert report["passed"] == len(report["checks"]) > 150
+    assert report["passed"] == len(report["checks"]) > least
 
 
 @pytest.mark.slow
@@ -185,6 +196,11 @@ def test_progress_is_called_after_every_check():
     report = run_check(Template(), only="refusals/", progress=lambda *call: seen.append(call))
     assert [done for done, _, _ in seen] == list(range(1, len(report["checks"]) + 1))
     assert {total for _, total, _ in seen} == {len(report["checks"])}
+
+
+def test_every_check_has_a_topic_that_a_test_here_runs(items):
+    for item in items:
+        assert item.name.startswith((*_TOPICS, "forward/", "backward/")), item.name
 
 
 def test_shards_cover_everything_once(items):
@@ -330,18 +346,32 @@ def test_the_plugin_runs_a_shard(tmp_path):
     assert re.search(r"\d+ passed", done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "needs --attn-backend"),
-        (("--attn-backend=no_such",), "no_such"),
-        (("--attn-backend=tiled", "--attn-shard=5/4"), "--attn-shard"),
-    ],
-)
-def test_the_plugin_explains_wrong_use(tmp_path, arguments, text):
-    done = _pytest(*arguments, cwd=tmp_path)
+def test_the_plugin_needs_a_backend(tmp_path):
+    done = _pytest(cwd=tmp_path)
     assert done.returncode != 0
-    assert text in done.stdout + done.stderr
+    assert "needs --attn-backend=NAME" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "text"), [({"--attn-backend": "no_such"}, "no_such"), ({"--attn-shard": "5/4"}, "--attn-shard")]
+)
+def test_the_plugin_explains_wrong_options(options, text):
+    from attnlib.conformance.pytest_plugin import items_of
+
+    class Config:
+        stash: ClassVar[dict] = {}
+
+        def getoption(self, name):
+            defaults = {
+                "--attn-backend": "reference",
+                "--attn-level": "core",
+                "--attn-shard": None,
+                "--attn-device": None,
+            }
+            return {**defaults, **options}[name]
+
+    with pytest.raises(pytest.UsageError, match=text):
+        items_of(Config())
 
 
 def test_the_plugin_loads_nothing_of_the_suite_until_it_is_used():

@@ -295,6 +295,11 @@ def opened(
         yield subject
 
 
+def backend_named(name: str) -> Backend:
+    """A registered backend. Raises ArgumentError."""
+    return _entry(name, name)
+
+
 def _suffix(config: Mapping[str, Any]) -> str:
     text = "_".join(f"{value}" if name == "fault" else f"{name}_{value}" for name, value in config.items())
     return "".join(letter if letter.isalnum() or letter == "_" else "_" for letter in text.lower())

@@ -50,6 +50,11 @@ class CpuBackend(BackendBase):
     def __init__(self) -> None:
         super().__init__("cpu", _FAMILIES)
 
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """Faults that config={"fault": name} switches on, in builds made with ATTNLIB_TEST_FAULTS; else none."""
+        return {name: name.replace("_", " ") for name in getattr(_module("_cpu_faults"), "faults", ())[1:]}
+
     def available(self, family: str, target: Target) -> tuple[Refusal, ...]:
         """BUILD where the extension is missing; ARCH where the processor lacks the instruction set."""
         module = _module("_cpu")

@@ -69,7 +69,8 @@ class CudaBackend(BackendBase):
     def size_class(self, problem: AttentionProblem, family: str, target: Target) -> Hashable:
         from . import config
 
-        return config.rows(problem), config.pack(problem)
+        left, right = problem.window
+        return config.rows(problem), config.pack(problem), left is None, right is None
 
     def plan(
         self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None

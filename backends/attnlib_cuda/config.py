@@ -226,7 +226,8 @@ def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, 
     stages = (1,) if old else (2, 1)
     if size < 128:
         m, w = small[size]
-        return [((m, w, k, s, False, 1), 1) for k in ((32,) if wide else (64, 32)) for s in stages]
+        narrow = [((m, n, 32, 1, False, 1), 1) for n in (2, 1) if n < w]
+        return [((m, w, k, s, False, 1), 1) for k in ((32,) if wide else (64, 32)) for s in stages] + narrow
     if wide or old:
         return [((1, w, 32, s, False, 1), 1) for w in (4, 2, 1) for s in stages]
     if d > 128:
@@ -241,7 +242,12 @@ def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, 
         return [((2, 4, 64, 2, True, 1), 2)]
     if problem.dropout_threshold > 0:
         return [((2, 4, 32, 2, False, 1), 2), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
-    return [((2, 4, 64, 2, False, 1), 2), ((2, 4, 64, 1, False, 1), 2), ((2, 4, 32, 1, False, 1), 1), ((1, 4, 32, 2, False, 1), 1)]
+    return [
+        ((2, 4, 64, 2, False, 1), 2),
+        ((2, 4, 64, 1, False, 1), 2),
+        ((2, 4, 32, 1, False, 1), 1),
+        ((1, 4, 32, 2, False, 1), 1),
+    ]
 
 
 def forward(
@@ -298,7 +304,7 @@ def _backward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[int, in
     elif _elementwise(problem):
         shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
     else:
-        return [(*s, n, 2) for s in ((2, 4, 1, 32), (1, 4, 1, 32)) for n in stages]
+        return [(2, 4, 1, 32, n, 2) for n in stages] + [(1, 4, 1, 32, n, 1) for n in stages]
     return [(*s, n, 1) for s in shapes for n in stages]
 
 
@@ -410,15 +416,16 @@ def kernels(problem: AttentionProblem, arch: str) -> Sequence[KernelSpec]:
 
 def _problem(values: Mapping[str, Any]) -> AttentionProblem:
     feature, queries = values["feature"], values["queries"]
-    extra: dict[str, Any] = {
+    extras: dict[str, dict[str, Any]] = {
         "plain": {}, "causal": {"window": (None, 0)}, "window": {"window": (64, 64)}, "softcap": {"softcap": 30.0},
         "bias": {"bias": torch.float32}, "mask": {"mask": True}, "alibi": {"alibi": True, "window": (None, 0)},
         "sinks": {"sinks": torch.float32}, "block_mask": {"block_mask": (64, 64)},
         "dropout": {"dropout_p": 0.125, "window": (None, 0)}, "lengths": {"lengths": True},
         "packed": {"packed": True, "window": (None, 0)}, "paged": {"lengths": True, "page_size": 16},
         "unaligned": {"aligned": False}, "tf32": {"tf32": True},
-    }[feature]  # fmt: skip
-    grads = () if feature == "paged" or queries < 128 else ("q", "k", "v")
+    }  # fmt: skip
+    extra = extras[feature]
+    grads: tuple[str, ...] = () if feature == "paged" or queries < 128 else ("q", "k", "v")
     if grads and feature == "bias":
         grads += ("bias",)
     if grads and feature == "sinks":
@@ -438,7 +445,10 @@ def _build(which: int, arch: str, values: Mapping[str, Any]) -> KernelSpec | Non
     problem = _problem(values)
     if arch == "sm_75" and problem.grads and max(problem.head_dim, problem.head_dim_v) > 128:
         return None
-    found = kernels(problem, arch)
+    try:
+        found = kernels(problem, arch)
+    except ValueError:  # too large for that architecture's shared memory, which the backend refuses
+        return None
     return found[which] if which < len(found) else None
 
 

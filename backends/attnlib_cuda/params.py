@@ -23,7 +23,7 @@ class ParamsLayout:
             for member in names.split(","):
                 self.names.append(member)
                 codes.append({"p": "Q"}.get(code, code))
-        if len(self.names) % 1 or codes != sorted(codes, key=lambda c: c in "if"):
+        if codes != sorted(codes, key=lambda c: c in "if"):
             raise AssertionError(f"{name}: eight-byte members come first")
         text = "<" + "".join(codes)
         if struct.calcsize(text) % 8:
@@ -39,12 +39,20 @@ class ParamsLayout:
         """Byte offset of an eight-byte member."""
         return 8 * self.names.index(name)
 
-    def pack(self, values: Mapping[str, Any]) -> bytes:
-        """The struct as bytes; members that are not named are 0."""
+    def template(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """All members in order, unnamed ones 0: copy it, set what a call changes, and give it to `filled`."""
         unknown = values.keys() - self._defaults.keys()
         if unknown:
             raise KeyError(f"{self.name} has no {sorted(unknown)}")
-        return self.format.pack(*({**self._defaults, **values}).values())
+        return {**self._defaults, **values}
+
+    def filled(self, full: dict[str, Any]) -> bytes:
+        """The struct from all its members in order."""
+        return self.format.pack(*full.values())
+
+    def pack(self, values: Mapping[str, Any]) -> bytes:
+        """The struct as bytes; members that are not named are 0."""
+        return self.filled(self.template(values))
 
 
 SEQUENCES = """
@@ -60,10 +68,7 @@ f:scale,softcap,keep_scale
 FORWARD = ParamsLayout(
     "ForwardParams",
     "p:q,k,v,out,lse,stats,sinks,partial_out,partial_lse "
-    "q:q_b,q_i,q_h,k_b,k_j,k_h,v_b,v_j,v_h,stats_l,sinks_h"
-    + SEQUENCES
-    + SIZES
-    + "i:tiles,section,splits",
+    "q:q_b,q_i,q_h,k_b,k_j,k_h,v_b,v_j,v_h,stats_l,sinks_h" + SEQUENCES + SIZES + "i:tiles,section,splits",
 )
 COMBINE = ParamsLayout(
     "CombineParams",
@@ -120,5 +125,5 @@ def declaration(layout: ParamsLayout) -> str:
         if end == len(codes) or codes[end] != codes[start] or end - start == 10:
             lines.append(f"    {kinds[codes[start]]} {', '.join(layout.names[start:end])};")
             start = end
-    lines += ["};", f"static_assert(sizeof({layout.name}) == {layout.size}, \"params.py and params.cuh differ\");"]
+    lines += ["};", f'static_assert(sizeof({layout.name}) == {layout.size}, "params.py and params.cuh differ");']
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,19 @@ def _strides(prefix: str, tensor: torch.Tensor, packed: bool, names: str) -> dic
     return {f"{prefix}_{name}": stride for name, stride in zip(names, strides, strict=False)}
 
 
+@dataclass(frozen=True)
+class _Ready:
+    """A forward prepared for one problem: the struct without its addresses and strides, and the launch."""
+
+    problem: AttentionProblem
+    values: dict[str, Any]
+    grid: tuple[int, int, int]
+    splits: int
+    spec: KernelSpec
+    shared: int
+    extras: bool  # operands beside q, k and v
+
+
 class Sm80Plan:
     """One signature and size class on one device."""
 
@@ -39,6 +52,7 @@ class Sm80Plan:
         wanted = dict(shape or {})
         inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward")}
         self._splits = wanted.pop("num_splits", None)
+        self._ready: _Ready | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
         self._rows = config.rows_config(problem)
         self._backward = None
@@ -49,7 +63,8 @@ class Sm80Plan:
     def describe(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {
             "kernel": "forward_sm80", "block_q": self._forward.block_q, "block_k": self._forward.block_k,
-            "warps": self._forward.warps, "num_stages": self._forward.stages, "shared_bytes": self._forward.shared_bytes,
+            "warps": self._forward.warps, "num_stages": self._forward.stages,
+            "shared_bytes": self._forward.shared_bytes,
         }  # fmt: skip
         if self._backward is not None:
             found["backward"] = {
@@ -68,23 +83,30 @@ class Sm80Plan:
         jit.load(spec, self._index, problem).launch(grid, stream, layout.pack(values), shared, problem=problem)
 
     def _common(self, problem: AttentionProblem, t: Tensors) -> dict[str, Any]:
+        return self._sizes(problem) | self._optional(problem, t)
+
+    def _sizes(self, problem: AttentionProblem) -> dict[str, Any]:
         left, right = problem.window
-        values: dict[str, Any] = {
-            "q_lens": _address(t.q_lens), "kv_lens": _address(t.kv_lens), "new_lens": _address(t.new_lens),
-            "cu_q": _address(t.cu_seqlens_q), "cu_k": _address(t.cu_seqlens_k),
-            "page_table": _address(t.page_table), "bias": _address(t.bias), "mask": _address(t.mask),
-            "alibi": _address(t.alibi_slopes), "block_mask": _address(t.block_mask), "seed": _address(t.dropout_seed),
+        threshold = problem.dropout_threshold
+        return {
             "batch": problem.batch, "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
             "total_q": problem.total_q, "total_k": problem.total_k,
             "heads_q": problem.num_heads_q, "heads_kv": problem.num_heads_kv,
             "window_left": -1 if left is None else min(left, _UNBOUNDED),
             "window_right": -1 if right is None else min(right, _UNBOUNDED),
-            "new_tokens": 0 if t.k_new is None else t.k_new.shape[1],
-            "page_size": problem.page_size or 0, "dropout_threshold": problem.dropout_threshold,
+            "page_size": problem.page_size or 0, "dropout_threshold": threshold,
             "scale": problem.scale, "softcap": problem.softcap or 0.0,
+            "keep_scale": 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0,
         }  # fmt: skip
-        threshold = problem.dropout_threshold
-        values["keep_scale"] = 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
+
+    def _optional(self, problem: AttentionProblem, t: Tensors) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "q_lens": _address(t.q_lens), "kv_lens": _address(t.kv_lens), "new_lens": _address(t.new_lens),
+            "cu_q": _address(t.cu_seqlens_q), "cu_k": _address(t.cu_seqlens_k),
+            "page_table": _address(t.page_table), "bias": _address(t.bias), "mask": _address(t.mask),
+            "alibi": _address(t.alibi_slopes), "block_mask": _address(t.block_mask), "seed": _address(t.dropout_seed),
+            "new_tokens": 0 if t.k_new is None else t.k_new.shape[1],
+        }  # fmt: skip
         if t.bias is not None:
             values |= dict(zip(("bias_b", "bias_h", "bias_i", "bias_j"), t.bias.stride(), strict=True))
         if t.mask is not None:
@@ -102,37 +124,68 @@ class Sm80Plan:
     # ------------------------------------------------------------ forward
 
     def forward(self, problem: AttentionProblem, t: Tensors) -> None:
-        c, packed = self._forward, problem.packed
         if t.k_new is not None and t.v_new is not None:
             self._append(problem, t)
-        values = self._common(problem, t)
+        ready = self._ready
+        if ready is None or ready.problem != problem:
+            ready = self._ready = self._prepare(problem, t)
+        values = ready.values.copy()
+        values["q"], values["k"], values["v"] = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr()
+        values["out"], values["lse"] = t.out.data_ptr(), t.lse.data_ptr()
+        if problem.packed:
+            values["q_i"], values["q_h"], _ = t.q.stride()
+        else:
+            values["q_b"], values["q_i"], values["q_h"], _ = t.q.stride()
+        if problem.packed and problem.page_size is None:
+            values["k_j"], values["k_h"], _ = t.k.stride()
+            values["v_j"], values["v_h"], _ = t.v.stride()
+        else:
+            values["k_b"], values["k_j"], values["k_h"], _ = t.k.stride()
+            values["v_b"], values["v_j"], values["v_h"], _ = t.v.stride()
+        if ready.extras:
+            values.update(self._extras(problem, t))
+        if ready.splits > 1:
+            lse = allocate((ready.splits, t.lse.numel()), torch.float32, t.q.device)
+            out = allocate((ready.splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
+            values["partial_out"], values["partial_lse"] = out.data_ptr(), lse.data_ptr()
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        kernel = jit.load(ready.spec, self._index, problem)
+        kernel.launch(ready.grid, stream, params.FORWARD.filled(values), ready.shared, problem=problem)
+        if ready.splits > 1:
+            joined = {
+                "out": values["out"], "lse": values["lse"], "sinks": _address(t.sinks), "sinks_h": 1,
+                "partial_out": out.data_ptr(), "partial_lse": lse.data_ptr(), "q_lens": _address(t.q_lens),
+                "cu_q": _address(t.cu_seqlens_q), "batch": problem.batch, "seqlen_q": problem.seqlen_q,
+                "total_q": problem.total_q, "heads_q": problem.num_heads_q, "splits": ready.splits,
+            }  # fmt: skip
+            spec = config.small_kernel("combine", self._rows)
+            self._launch(spec, params.COMBINE, joined, (-(-t.lse.numel() // 4), 1, 1), 0, problem)
+
+    def _prepare(self, problem: AttentionProblem, t: Tensors) -> _Ready:
+        """All of a forward that its tensors don't decide."""
+        c, packed = self._forward, problem.packed
         per_tile = c.block_q // problem.group if c.pack else c.block_q
         tiles = problem.total_q // per_tile + problem.batch + 1 if packed else -(-problem.seqlen_q // per_tile)
         units = (problem.num_heads_kv if c.pack else problem.num_heads_q) * (1 if packed else problem.batch)
         splits = self._splits or config.splits(problem, self._info, c.block_q, c.block_k, self._resident(c))
-        values |= {
-            "q": _address(t.q), "k": _address(t.k), "v": _address(t.v), "out": _address(t.out), "lse": _address(t.lse),
-            "stats": _address(t.stats), "sinks": _address(t.sinks), "sinks_h": 1,
-            "stats_l": t.lse.numel(), "tiles": tiles, "splits": splits,
-            "section": min(units, config.sections(problem, self._info)) if problem.window.right is not None else 1,
-        } | _strides("q", t.q, packed, "bih") | _strides("k", t.k, packed and not c.paged, "bjh")  # fmt: skip
-        values |= _strides("v", t.v, packed and not c.paged, "bjh")
         if splits > 1:
             c = replace(c, split=True)
-            lse = allocate((splits, t.lse.numel()), torch.float32, t.q.device)
-            out = allocate((splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
-            values |= {"partial_out": out.data_ptr(), "partial_lse": lse.data_ptr()}
+        right = problem.window.right
+        values = {
+            **self._sizes(problem), "stats_l": t.lse.numel(), "sinks_h": 1, "tiles": tiles, "splits": splits,
+            "section": min(units, config.sections(problem, self._info)) if right is not None else 1,
+        }  # fmt: skip
+        operands = (t.stats, t.sinks, t.q_lens, t.kv_lens, t.new_lens, t.cu_seqlens_q, t.page_table, t.bias, t.mask)
+        more = (t.alibi_slopes, t.block_mask, t.dropout_seed, t.k_new)
+        extras = any(x is not None for x in operands + more)
         spec = config.forward_kernel(c, self._blocks)
-        self._launch(spec, params.FORWARD, values, (tiles * units, splits, 1), c.shared_bytes, problem)
-        if splits > 1:
-            joined = {
-                "out": _address(t.out), "lse": _address(t.lse), "sinks": _address(t.sinks), "sinks_h": 1,
-                "partial_out": out.data_ptr(), "partial_lse": lse.data_ptr(), "q_lens": _address(t.q_lens),
-                "cu_q": _address(t.cu_seqlens_q), "batch": problem.batch, "seqlen_q": problem.seqlen_q,
-                "total_q": problem.total_q, "heads_q": problem.num_heads_q, "splits": splits,
-            }  # fmt: skip
-            spec = config.small_kernel("combine", self._rows)
-            self._launch(spec, params.COMBINE, joined, (-(-t.lse.numel() // 4), 1, 1), 0, problem)
+        template = params.FORWARD.template(values)
+        return _Ready(problem, template, (tiles * units, splits, 1), splits, spec, c.shared_bytes, extras)
+
+    def _extras(self, problem: AttentionProblem, t: Tensors) -> dict[str, Any]:
+        values = self._optional(problem, t)
+        values["stats"], values["sinks"] = _address(t.stats), _address(t.sinks)
+        return values
 
     def _resident(self, c: config.ForwardConfig) -> int:
         """Blocks a multiprocessor holds, by shared memory and threads."""

@@ -63,7 +63,7 @@ const int32_t* ints(const Address& a, int64_t& stride) {
 }
 
 constexpr const char* kFaults[] = {"", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod",
-                                   "skip_delta", "dropout_ignores_head", "leak_past_kv_len", "dv_scale_1.004",
+                                   "skip_delta", "dropout_ignores_head", "leak_past_kv_len", "dv_scale",
                                    "softcap_after_bias", "sink_forgotten"};
 
 void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sinks) {

@@ -322,7 +322,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                     }
             }
             const Edges<Config> edges(p, i0 + (Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
-                Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);   // registers are short either way: no spill so
+                Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);   // whichever spills less
             if (edges.cross(j0, j0 + block_k)) edges.hide_transposed(s, j0 + row0, column0, lane);
             accumulate<atom, M, N, T::head_dim_v / atom::k>(dp, [&](int m, int k) { return T::VTile::load_a(v_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::OTile::load_b(b0, b1, o_lane, 8 * n, k); });

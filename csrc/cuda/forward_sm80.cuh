@@ -125,7 +125,7 @@ struct Partner {
     }
     // The other warp's P.
     __device__ __forceinline__ void fetch(typename T::Packed& packed) const {
-        const uint32_t address = T::PTile::by_row(base + T::p_at + warp_m * 16 * T::M * T::PTile::pitch, lane) ;
+        const uint32_t address = T::PTile::by_row(base + T::p_at + warp_m * 16 * T::M * T::PTile::pitch, lane);
         const uint32_t half = (warp_n ^ 1) * T::keys * T::atom::bytes;   // 64 bytes: inside a group of chunks, so it is an xor
 #pragma unroll
         for (int m = 0; m < T::M; ++m)
