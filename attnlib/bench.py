@@ -103,14 +103,17 @@ class Contender:
     make: Callable[[Shape, torch.dtype, torch.device], tuple[Call, Call]]
 
 
-def attnlib_contender(backend: str, name: str | None = None) -> Contender:
-    """attnlib on the named backend."""
+def attnlib_contender(
+    backend: str, name: str | None = None, options: Callable[[Shape, torch.device], dict[str, Any]] | None = None
+) -> Contender:
+    """attnlib on the named backend; `options` gives further keywords of attention for a shape."""
 
     def make(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Call, Call]:
         q, k, v, dout = operands(shape, dtype, device)
+        more = options(shape, device) if options is not None else {}
 
         def run(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-            return attention(x, y, z, causal=shape.causal, backend=backend)
+            return attention(x, y, z, causal=shape.causal, backend=backend, **more)
 
         return both(run, q, k, v, dout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ def origin(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit measured; "+" says that the tree had changes beside the results themselves."""
+    """The commit measured; "+" says that the tree had changes beside the results themselves.
+
+    The variable GIT_COMMIT says it where the tree is a copy without .git.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -36,13 +40,16 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs", ":!README.md")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("GIT_COMMIT", "unknown")
 
 
 def write(name: str, value: dict[str, Any]) -> Path:
     """Write benchmarks/results/NAME.json."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    return write_to(RESULTS / f"{name}.json", value)
+
+
+def write_to(path: Path, value: dict[str, Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
     return path
 

@@ -57,6 +57,20 @@ def cpu_table() -> str:
     return "\n".join(lines)
 
 
+def cpu_features_table() -> str:
+    """Time of a call with a feature over the time without it."""
+    value = record.read("cpu_features")
+    if value is None:
+        return NOT_MEASURED
+    columns = value["results"]
+    heads = [f"{row['dtype']} {row['direction']}" for row in columns]
+    lines = [f"| {columns[0]['shape']} | {' | '.join(heads)} |", "|---" + "|--:" * len(heads) + "|"]
+    for name in columns[0]["median_ms"]:
+        ratios = [row["median_ms"][name] / row["median_ms"]["plain"] for row in columns]
+        lines.append(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+    return "\n".join([*lines, "", "Time over the time of the plain call. " + _origin(value)])
+
+
 def overhead_table() -> str:
     """Microseconds that a call costs on the host."""
     value = record.read("overhead")
@@ -85,6 +99,7 @@ def environment() -> str:
 
 MAKERS: Mapping[str, Callable[[], str]] = {
     "cpu": cpu_table,
+    "cpu_features": cpu_features_table,
     "overhead": overhead_table,
     "support": support,
     "environment": environment,

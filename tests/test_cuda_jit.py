@@ -420,7 +420,7 @@ HANG = """
 """
 
 
-def test_a_killed_process_blocks_nobody(folder: Path, csrc: Path) -> None:
+def test_AB_085_a_killed_process_blocks_nobody(folder: Path, csrc: Path) -> None:
     hanging = Child(csrc, HANG)
     assert hanging.printed() == "compiling\n"
     hanging.kill()
@@ -526,7 +526,7 @@ def open_tmp(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def test_a_read_only_cache_is_read_and_new_kernels_stay_in_memory(csrc: Path, open_tmp: Path) -> None:
+def test_AB_086_a_read_only_cache_is_read_and_new_kernels_stay_in_memory(csrc: Path, open_tmp: Path) -> None:
     given = open_tmp / "image"
     shutil.copytree(csrc, open_tmp / "csrc")
     child(open_tmp / "csrc", 'jit.compile(SPEC, "sm_80")', ATTNLIB_CACHE_DIR=str(given))
@@ -541,7 +541,7 @@ def test_a_read_only_cache_is_read_and_new_kernels_stay_in_memory(csrc: Path, op
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make another user's folder")
-def test_another_users_folder(csrc: Path, open_tmp: Path) -> None:
+def test_AB_086_another_users_folder(csrc: Path, open_tmp: Path) -> None:
     shutil.copytree(csrc, open_tmp / "csrc")
     given = open_tmp / "private"
     given.mkdir(mode=0o700)  # root's
@@ -585,7 +585,7 @@ def test_in_a_folder_for_all_only_trusted_owners_count(folder: Path) -> None:
         {"ATTNLIB_CACHE_DIR": "/dev/null/cache"},
     ],
 )
-def test_no_usable_home_means_a_private_temporary_folder(
+def test_AB_086_no_usable_home_means_a_private_temporary_folder(
     environment: dict[str, str | None], csrc: Path, open_tmp: Path
 ) -> None:
     given = {"ATTNLIB_CACHE_DIR": None, "TMPDIR": str(open_tmp), **environment}

@@ -166,7 +166,7 @@ def test_pytest_shows_what_a_port_refuses(ports):
     """
     from test_conformance import _plugin_is_installed
 
-    plugin = () if _plugin_is_installed() else ("-p", "attnlib.conformance.pytest_plugin")
+    plugin = () if _plugin_is_installed() else ("-p", "attnlib_pytest")
     done = _python(ports, code, *plugin)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " refused" in done.stdout.splitlines()[-1]

@@ -73,7 +73,7 @@ def run_mutants(
     start = time.perf_counter()
     kills: list[Kill] = []
     with opened(backend, device) as subject:
-        offered = _faults(subject.backend)
+        offered = faults_of(subject.backend)
         for name in faults or ():
             if name not in offered:
                 raise ArgumentError(f"fault: {subject.name} has no fault {name!r}; it has {', '.join(offered)}")
@@ -93,7 +93,8 @@ def run_mutants(
     return found
 
 
-def _faults(backend: Backend) -> dict[str, Fault]:
+def faults_of(backend: Backend) -> dict[str, Fault]:
+    """The deliberate faults that a backend offers. Raises ArgumentError if there are none."""
     offered: Mapping[str, Any] = getattr(backend, "faults", {})
     if not offered:
         raise ArgumentError(f"backend: {backend.name} offers no faults")

@@ -100,17 +100,28 @@ def run_check(
     with opened(backend, device, settings) as subject:
         items = chosen(subject, level, shard, only)
         outcomes = run_items(subject, items, progress)
-        found = Report(
-            format=FORMAT, attnlib=_version(), backend=subject.name, family=subject.family.name,
-            device=str(subject.target), level=level, shard=f"{shard[0]}/{shard[1]}" if shard else None,
-            config=dict(settings), versions=_versions(subject), started=started, seconds=time.perf_counter() - start,
-            passed=_count(outcomes, PASSED), refused=_count(outcomes, REFUSED), failed=_count(outcomes, FAILED),
-            checks=outcomes,
+        found = make_report(
+            subject, outcomes, level=level, shard=shard, config=settings, started=started,
+            seconds=time.perf_counter() - start,
         )  # fmt: skip
     if report is not None:
         path = Path(report)
         path.write_text(to_markdown(found) if path.suffix == ".md" else json.dumps(found, indent=1, default=str))
     return found
+
+
+def make_report(
+    subject: Subject, outcomes: list[Outcome], *, level: str, shard: tuple[int, int] | None,
+    config: Mapping[str, Any], started: str, seconds: float,
+) -> Report:  # fmt: skip
+    """The report of outcomes, however they came about."""
+    return Report(
+        format=FORMAT, attnlib=_version(), backend=subject.name, family=subject.family.name,
+        device=str(subject.target), level=level, shard=f"{shard[0]}/{shard[1]}" if shard else None,
+        config=dict(config), versions=_versions(subject), started=started, seconds=seconds,
+        passed=_count(outcomes, PASSED), refused=_count(outcomes, REFUSED), failed=_count(outcomes, FAILED),
+        checks=outcomes,
+    )  # fmt: skip
 
 
 def chosen(

@@ -240,7 +240,7 @@ class Subject:
 @contextlib.contextmanager
 def _configured(subject: Subject, suffix: str, config: Mapping[str, Any]) -> Iterator[Subject]:
     base, _, family = subject.name.partition(":")
-    wrapped = Configured(subject.backend, f"{base}_{suffix}", config)
+    wrapped = Configured(subject.backend, f"{base}_{_name_part(suffix)}", config)
     registry.register_backend(wrapped)
     try:
         name = f"{wrapped.name}:{family}" if family else wrapped.name
@@ -301,8 +301,12 @@ def backend_named(name: str) -> Backend:
 
 
 def _suffix(config: Mapping[str, Any]) -> str:
-    text = "_".join(f"{value}" if name == "fault" else f"{name}_{value}" for name, value in config.items())
-    return "".join(letter if letter.isalnum() or letter == "_" else "_" for letter in text.lower())
+    return "_".join(f"{value}" if name == "fault" else f"{name}_{value}" for name, value in config.items())
+
+
+def _name_part(text: str) -> str:
+    """text with only what a backend's name may hold."""
+    return "".join(letter if letter.isalnum() and letter.isascii() else "_" for letter in text.lower())
 
 
 def _entry(name: str, given: str) -> Backend:

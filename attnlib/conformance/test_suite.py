@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .pytest_plugin import items_of, mark_refused
+from attnlib_pytest import items_of, mark_refused
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -73,6 +73,7 @@ class ForwardConfig(Features):
     split: bool
     maximum: bool
     q_in_registers: bool
+    draw_first: bool
 
     @property
     def block_q(self) -> int:
@@ -263,6 +264,7 @@ def forward(
         "pack": pack(problem),
         "split": False,
         "warps_n": 1,
+        "draw_first": True,
         "maximum": problem.bias is not None or problem.alibi or problem.dtype == torch.float32,
     }
     if 64 < max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:

@@ -176,7 +176,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         ptx::st_shared_b64(base + T::parked + 16, p.rows + 4 * tile0 * (block_q * T::row_floats));
         ptx::st_shared_b64(base + T::parked + 24, p.dq_sum + 4 * tile0 * T::dq_floats);
         ptx::st_shared_v2(base + T::parked + 32, seq.q_len, static_cast<int>(window.offset));
-        ptx::st_shared_b32(base + T::parked + 40, seq.kv_len);
+        ptx::st_shared_v2(base + T::parked + 40, seq.kv_len, dropout_above(p.dropout_threshold));
     }
     __syncthreads();
     const auto load_queries = [&](const Place& at, int stage) {
@@ -209,7 +209,6 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     }
     const uint32_t k_lane = T::KTile::by_row(base + row0 * T::KTile::pitch, lane);
     const uint32_t v_lane = T::VTile::by_row(base + T::v_at + row0 * T::VTile::pitch, lane);
-    const uint32_t above = static_cast<uint32_t>((static_cast<uint64_t>(p.dropout_threshold) << 16) - 1);
     const uint64_t seed = Config::dropout ? static_cast<uint64_t>(*address<const int64_t>(p.seed)) : 0;
 
     // dQ = dS K   [queries, head_dim], of the query tile `at`, whose dS lies in buffer `buffer`
@@ -342,7 +341,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         if (!Config::draw_first) random.draw(seed, b, head, j0 + row0, i0 + column0, lane);
         if constexpr (Config::dropout)
 #pragma unroll
-            for (int m = 0; m < M; m += random.pairs) random.apply(s, m, above, j0 + row0, lane, [](float x) { return -x; });
+            for (int m = 0; m < M; m += random.pairs) random.apply(s, m, base + T::parked + 44, j0 + row0, lane, [](float x) { return -x; });
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll

@@ -42,7 +42,7 @@ struct ForwardTile {
     static constexpr int steps = head_dim / atom::k, key_steps = keys / atom::k;
     static_assert(warps_n == 1 || (!atom::wide && columns * atom::bytes % VTile::group == 0), "a warp's columns are whole groups of chunks");
     static constexpr bool keep_q = Config::q_in_registers;
-    static constexpr bool skips = Config::left || Config::right;
+    static constexpr bool skips = (Config::left || Config::right) && block_k < block_q;   // a tile with an edge may hide all from a warp
     static_assert(keys % 32 == 0, "dropout and 32-byte steps");
 
     typename atom::A q[keep_q ? M : 1][keep_q ? steps : 1];
@@ -255,6 +255,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         ptx::st_shared_v2(base + parked + 16, key_begin, key_end);
         ptx::st_shared_v2(base + parked + 24, b, static_cast<int>(window.kv_len));
         ptx::st_shared_v2(base + parked + 32, i0 + static_cast<int>(window.offset), i1 - i0);
+        if (Config::dropout) ptx::st_shared_b32(base + parked + 40, dropout_above(p.dropout_threshold));
     }
     __syncthreads();
     const auto source = [&](uint64_t start, int64_t page, int64_t stride) {
@@ -282,9 +283,10 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         } else {
             load_tile<Config, typename T::QTile, threads, Config::head_dim>(base, Rows<Config>{q, p.q_i}, 0, 0, max(i1 - i0, 0), thread);
         }
-        if (current >= first) load_keys(current, 0);
-        commit<Config>();   // the first product needs no values
-        if (Config::stages > 1 && current >= first) load_values(current, 0);
+        if (current >= first) {
+            load_keys(current, 0);
+            if constexpr (Config::stages > 1) load_values(current, 0);
+        }
         commit<Config>();
     }
 
@@ -297,12 +299,10 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     const uint32_t v_lane = T::VTile::by_k(base + T::v_at, lane, false) + warp_n * T::columns * static_cast<int>(sizeof(element));
     const Partner<Config> partner{base, lane, warp_m, warp_n};
     const auto share = [&](float (&top)[M][2]) { partner.reduce(top, [](float x, float y) { return fmaxf(x, y); }); };
-    const uint32_t above = static_cast<uint32_t>((static_cast<uint64_t>(p.dropout_threshold) << 16) - 1);
-    const uint64_t seed = Config::dropout ? static_cast<uint64_t>(*address<const int64_t>(p.seed)) : 0;
+    const auto seed = [&] { return Config::dropout ? static_cast<uint64_t>(*address<const volatile int64_t>(p.seed)) : 0; };
 
     // ---- main loop
     bool fresh = true;      // this warp has seen no key
-    bool waiting = true;    // values arrive apart from keys: the first tile's, or all of them with one stage
     int stage = 0;
     if constexpr (T::keep_q) {
         wait<Config, 0>();
@@ -312,8 +312,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
 #pragma unroll 1
     while (current >= first) {
         const int next = tiles.previous(current - 1, first);
-        if (Config::stages > 1 && waiting) wait<Config, 1>();
-        else wait<Config, 0>();
+        wait<Config, 0>();
         __syncthreads();
         if constexpr (Config::stages == 1) load_values(current, 0);
         else if (next >= first) {
@@ -336,7 +335,8 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         typename T::Packed packed;
         DropoutWords<Config, false, M, N> random;
         const auto finish_rows = [&](int m) {
-            random.apply(s, m, above, 0, lane, [](float) { return 0.f; });
+            if (!Config::draw_first) random.draw_row(m, seed(), b, head, i0 + row0, j0, lane);
+            random.apply(s, m, base + parked + 40, 0, lane, [](float) { return 0.f; });
             T::round(s, packed, m);
         };
         const auto with_maximum = [&] {
@@ -344,25 +344,25 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
             partner.exchange(packed, true);
         };
         const bool maximum = Config::maximum || fresh || edge;
-        const bool skip = edge && T::skips && edges.hides_all(Config::pack ? 0 : row0, Config::pack ? edges.count : row0 + 16 * M, current * block_k, current * block_k + block_k);
+        const bool skip = T::skips && edge && edges.hides_all(Config::pack ? 0 : row0, Config::pack ? edges.count : row0 + 16 * M, current * block_k, current * block_k + block_k);
         const auto await_values = [&] {
-            if (!waiting) return;
-            wait<Config, Config::stages == 1 ? 0 : 1>();
-            __syncthreads();
             if constexpr (Config::stages == 1) {
+                wait<Config, 0>();
+                __syncthreads();
                 if (next >= first) load_keys(next, 0);   // no warp needs this tile's keys again
                 commit<Config>();
-            } else waiting = false;
+            }
         };
         if (skip) await_values();
         else {
-            random.draw(seed, b, head, i0 + row0, j0, lane);
+            if (Config::draw_first) random.draw(seed(), b, head, i0 + row0, j0, lane);
             score(maximum);
             if (maximum) with_maximum();
             else {
                 float added[M][2];
                 if (partner.exchange(packed, t.state.without_maximum(s, added, scorer.scale, finish_rows))) t.state.add(added);
                 else {
+                    if (Config::draw_first) random.draw(seed(), b, head, i0 + row0, j0, lane);   // again: kept until here they would cost registers
                     score(true);
                     with_maximum();
                 }

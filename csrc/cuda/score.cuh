@@ -310,6 +310,29 @@ private:
     }
 };
 
+// A number is kept iff it is at least the threshold: with threshold * 65536 - 1, one comparison of whole words decides for
+// the high half, and one of shifted words for the low half.
+__device__ __forceinline__ uint32_t dropout_above(int threshold) { return (static_cast<uint32_t>(threshold) << 16) - 1u; }
+
+// dropout_words of philox.h with the product as one instruction.
+__device__ __forceinline__ PhiloxWords draw_words(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t i, uint32_t j) {
+    uint32_t c0 = (j >> 5) * 8 + (j & 7), c1 = (i >> 4) * 8 + (i & 7), c2 = head, c3 = sequence;
+    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        uint32_t low0, high0, low1, high1;
+        ptx::mul_wide(low0, high0, c0, 0xD2511F53u);
+        ptx::mul_wide(low1, high1, c2, 0xCD9E8D57u);
+        c0 = high1 ^ c1 ^ key0;
+        c2 = high0 ^ c3 ^ key1;
+        c1 = low1;
+        c3 = low0;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
 // The random words of a tile, drawn apart from their use so that the integer work can overlap a product. slow0 is a
 // multiple of 16 (transposed with M > 1: of 32), fast0 of 16 (forward: of 32).
 template <class Config, bool transposed, int M, int N>
@@ -320,30 +343,32 @@ struct DropoutWords {
     PhiloxWords words[Config::dropout ? rows : 1][columns][2];
 
     __device__ __forceinline__ void draw(uint64_t seed, int sequence, int head, int slow0, int fast0, int lane) {
+#pragma unroll
+        for (int m = 0; m < rows; ++m) draw_row(m, seed, sequence, head, slow0, fast0, lane);
+    }
+    __device__ __forceinline__ void draw_row(int m, uint64_t seed, int sequence, int head, int slow0, int fast0, int lane) {
         if constexpr (Config::dropout) {
             const uint32_t h = Config::fault == dropout_ignores_head ? 0 : head;
-            const int g = lane >> 2, t = 2 * (lane & 3);
+            const int slow = slow0 + 16 * pairs * m + (lane >> 2);
 #pragma unroll
-            for (int m = 0; m < rows; ++m)
+            for (int n = 0; n < columns; ++n)
 #pragma unroll
-                for (int n = 0; n < columns; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int slow = slow0 + 16 * pairs * m + g, fast = fast0 + (transposed ? 16 : 32) * n + t + e;
-                        words[m][n][e] = dropout_words(seed, sequence, h, transposed ? fast : slow, transposed ? slow : fast);
-                    }
+                for (int e = 0; e < 2; ++e) {
+                    const int fast = fast0 + (transposed ? 16 : 32) * n + 2 * (lane & 3) + e;
+                    words[m][n][e] = draw_words(seed, sequence, h, transposed ? fast : slow, transposed ? slow : fast);
+                }
         }
     }
 
-    // kept iff its 16 bits are at least the threshold; above: threshold * 65536 - 1, so that one comparison of whole
-    // words serves the high half, and one of shifted words the low half.
     __device__ __forceinline__ static bool low(uint32_t word, uint32_t above) { return (word << 16) > above; }
     __device__ __forceinline__ static bool high(uint32_t word, uint32_t above) { return word > above; }
 
-    // Applies `drop` to what is dropped in tile row m (transposed: in the `pairs` tile rows from m).
+    // Applies `drop` to what is dropped in tile row m (transposed: in the `pairs` tile rows from m). `above` waits at
+    // above_at in shared memory: from a register ptxas keeps all comparisons for a second use of the words.
     template <class Drop>
-    __device__ __forceinline__ void apply(float (&s)[M][N][4], int m, uint32_t above, int slow0, int lane, Drop drop) const {
+    __device__ __forceinline__ void apply(float (&s)[M][N][4], int m, uint32_t above_at, int slow0, int lane, Drop drop) const {
         if constexpr (Config::dropout) {
+            const uint32_t above = ptx::ld_shared_volatile(above_at);
 #pragma unroll
             for (int n = 0; n < columns; ++n)
 #pragma unroll

@@ -51,6 +51,13 @@ __device__ __forceinline__ uint32_t ld_shared_b32(uint32_t address) {
     return value;
 }
 
+// A load that is done anew each time, so that what follows from it is not kept for a later use.
+__device__ __forceinline__ uint32_t ld_shared_volatile(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.volatile.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
     uint4 value;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(address) : "memory");

@@ -80,6 +80,11 @@ __device__ __forceinline__ int opaque_block() {
     return x;
 }
 
+// Both halves of a product, without the copy that a shift of a 64-bit register leaves behind.
+__device__ __forceinline__ void mul_wide(uint32_t& low, uint32_t& high, uint32_t a, uint32_t b) {
+    asm("{ .reg .b64 t; mul.wide.u32 t, %2, %3; mov.b64 {%0, %1}, t; }" : "=r"(low), "=r"(high) : "r"(a), "r"(b));
+}
+
 __device__ __forceinline__ int ld_acquire(const int* address) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

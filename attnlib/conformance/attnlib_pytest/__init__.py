@@ -2,6 +2,8 @@
 
     pytest --pyargs attnlib.conformance --attn-backend=NAME [--attn-level=full] [--attn-shard=1/4] [--attn-device=cpu]
 
+Installed as a top-level module of its own: pytest imports it at every start, and importing attnlib imports torch.
+
 One test item a check. A refused check is skipped with the reason "REFUSED: ..." and counted apart in the summary.
 """
 
@@ -44,8 +46,8 @@ def subject_of(config: pytest.Config) -> Any:
         name = config.getoption("--attn-backend")
         if not name:
             raise pytest.UsageError("attnlib.conformance: needs --attn-backend=NAME")
-        from ..errors import AttnlibError
-        from .subject import opened
+        from attnlib.conformance.subject import opened
+        from attnlib.errors import AttnlibError
 
         stack = ExitStack()
         try:
@@ -58,7 +60,7 @@ def subject_of(config: pytest.Config) -> Any:
 
 def items_of(config: pytest.Config) -> list[Any]:
     """The checks that the options select."""
-    from .runner import chosen
+    from attnlib.conformance.runner import chosen
 
     return chosen(subject_of(config), config.getoption("--attn-level"), _shard(config.getoption("--attn-shard")))
 

@@ -1,0 +1,184 @@
+"""What is measured on a GPU: grids of workloads, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import attnlib
+from attnlib.bench import DTYPES, Shape
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One shape with what else is asked for.
+
+    `seqlen_q`: queries where they are fewer than the shape's keys. `options` are arguments of attnlib.attention by
+    value; "block_density" (share of visible 128 x 128 blocks) and "bias", "mask", "alibi", "sinks", "packed" stand for
+    tensors. The first workload of a grid with the same shape and no options is what a feature is compared with.
+    """
+
+    shape: Shape
+    dtype: str = "bfloat16"
+    seqlen_q: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        extra = [] if self.seqlen_q is None else [f"Q{self.seqlen_q}"]
+        extra += [] if self.dtype == "bfloat16" else [self.dtype]
+        extra += [name if value is True else f"{name}={value}" for name, value in self.options.items()]
+        return " ".join([str(self.shape), *extra])
+
+    @property
+    def queries(self) -> int:
+        return self.shape.seqlen if self.seqlen_q is None else self.seqlen_q
+
+    def flops(self, direction: str) -> float:
+        """As docs/performance.md counts; features don't change the count, but a window and hidden blocks do."""
+        s = self.shape
+        if self.queries != s.seqlen:
+            return 2.0 * s.batch * s.heads_q * self.queries * s.seqlen * (s.head_dim + s.head_dim_v)
+        share = float(self.options.get("block_density", 1.0))
+        if "window" in self.options:
+            share = min(1.0, sum(self.options["window"]) / s.seqlen)
+        return s.flops(direction) * share
+
+    def cache_bytes(self) -> float:
+        """Bytes of keys and values, which a decoding step has to read."""
+        s = self.shape
+        width = torch.empty(0, dtype=DTYPES[self.dtype]).element_size()
+        return float(s.batch * s.seqlen * s.heads_kv * (s.head_dim + s.head_dim_v) * width)
+
+
+def training() -> list[Workload]:
+    """16,384 tokens of 2,048 channels, head_dim 64 to 256, 512 to 16,384 keys."""
+    return [
+        Workload(Shape(16384 // seqlen, seqlen, 2048 // dim, 2048 // dim, dim, dim, causal))
+        for dim in (64, 128, 256)
+        for causal in (False, True)
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+
+
+def gqa() -> list[Workload]:
+    """Grouped heads, and head dimensions other than 64, 128 and 256."""
+    texts = (
+        "B8 S2048 H32/8 D128 causal", "B8 S2048 H64/8 D64 causal", "B2 S8192 H32/8 D128 causal",
+        "B2 S8192 H64/8 D64 causal", "B1 S32768 H32/8 D128 causal", "B1 S32768 H64/8 D64 causal",
+        "B8 S2048 H16 D192/128 causal", "B8 S2048 H16 D96 full", "B2 S8192 H16 D192/128 causal",
+        "B2 S8192 H16 D96 full",
+    )  # fmt: skip
+    return [Workload(Shape.parse(text)) for text in texts]
+
+
+def decode() -> list[Workload]:
+    """One query token, 32 query heads, 8 key/value heads."""
+    pairs = ((1, 1024), (1, 8192), (1, 65536), (16, 1024), (16, 8192), (16, 65536), (64, 1024), (64, 8192))
+    return [Workload(Shape(batch, seqlen, 32, 8, 128, 128, False), seqlen_q=1) for batch, seqlen in pairs]
+
+
+def features() -> list[Workload]:
+    """What each feature costs, beside the same shape without it."""
+    found = []
+    for dim in (64, 128):
+        for seqlen in (2048, 8192):
+            for causal in (False, True):
+                shape = Shape(16384 // seqlen, seqlen, 2048 // dim, 2048 // dim, dim, dim, causal)
+                found += [Workload(shape), Workload(shape, options={"dropout_p": 0.1})]
+                found += [Workload(shape, options={"deterministic": True})]
+    causal, full = (Shape.parse(f"B2 S8192 H16 D128 {kind}") for kind in ("causal", "full"))
+    found.append(Workload(full, options={"block_density": 0.25}))
+    for options in ({"window": (1024, 0)}, {"softcap": 30.0}, {"alibi": True}, {"sinks": True}, {"packed": True}):
+        found.append(Workload(causal, options=options))
+    found += [Workload(full, options={"mask": True}), Workload(full, options={"bias": True})]
+    small = Shape.parse("B8 S2048 H16 D128 causal")
+    found += [Workload(small, dtype) for dtype in ("float16", "float32")]
+    return found
+
+
+def memory() -> list[Workload]:
+    """One sequence of up to 65,536 tokens: bytes beyond operands and results."""
+    lengths = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    return [Workload(Shape(1, seqlen, 16, 16, 128, 128, True)) for seqlen in lengths]
+
+
+GRIDS = {"training": training, "gqa": gqa, "decode": decode, "features": features, "memory": memory}
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Operands:
+    """The tensors of a workload, in attnlib's layout, and attnlib's arguments."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    arguments: dict[str, Any]
+    cu_seqlens: torch.Tensor | None = None
+
+
+def draw(work: Workload, device: torch.device, seed: int = 0) -> Operands:
+    """Normal operands; a mask hides a tenth, packed sequences share the tokens unevenly."""
+    s, dtype = work.shape, DTYPES[work.dtype]
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    q = normal(s.batch, work.queries, s.heads_q, s.head_dim)
+    k, v = normal(s.batch, s.seqlen, s.heads_kv, s.head_dim), normal(s.batch, s.seqlen, s.heads_kv, s.head_dim_v)
+    dout = normal(s.batch, work.queries, s.heads_q, s.head_dim_v)
+    arguments: dict[str, Any] = {"causal": s.causal}
+    cu_seqlens = None
+    for name, value in work.options.items():
+        if name == "block_density":
+            blocks = (1, 1, -(-work.queries // 128), -(-s.seqlen // 128))
+            visible = torch.rand(blocks, generator=generator, device=device) < value
+            arguments["block_mask"] = attnlib.BlockMask(visible, 128, 128)
+        elif name == "bias":
+            arguments["bias"] = normal(1, s.heads_q, work.queries, s.seqlen)
+        elif name == "mask":
+            arguments["mask"] = torch.rand((1, 1, work.queries, s.seqlen), generator=generator, device=device) < 0.9
+        elif name == "alibi":
+            exponents = torch.arange(1, s.heads_q + 1, device=device, dtype=torch.float32)
+            arguments["alibi_slopes"] = 2.0 ** (-8.0 * exponents / s.heads_q)
+        elif name == "sinks":
+            arguments["sinks"] = normal(s.heads_q, dtype=torch.float32)
+        elif name == "packed":
+            cu_seqlens = _uneven(s.batch, s.seqlen, device)
+            q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
+        else:
+            arguments[name] = value
+    if "dropout_p" in arguments:
+        arguments["dropout_seed"] = torch.tensor([1234], device=device)
+    return Operands(q, k, v, dout, arguments, cu_seqlens)
+
+
+def _uneven(batch: int, seqlen: int, device: torch.device) -> torch.Tensor:
+    """cu_seqlens of 4 sequences for each of batch, of a half, a quarter and two eighths of its tokens."""
+    lens = [seqlen // part for _ in range(batch) for part in (2, 4, 8, 8)]
+    return torch.tensor([0, *lens], device=device).cumsum(0).to(torch.int32)
+
+
+def reduced(work: Workload, elements: int = 1 << 28) -> Workload:
+    """The workload with fewer sequences and heads, and at last fewer tokens, so that an oracle of it fits: the same
+    plan serves both, since neither its signature nor its size class counts sequences or heads."""
+    s = work.shape
+    group = s.heads_q // s.heads_kv
+    heads_kv = max(1, min(s.heads_kv, 4 // group))
+    seqlen, queries = s.seqlen, work.queries
+    while group * heads_kv * queries * seqlen > elements and (heads_kv > 1 or seqlen > 1024):
+        if heads_kv > 1:
+            heads_kv //= 2
+        else:
+            seqlen //= 2
+            queries = min(queries, seqlen) if work.seqlen_q is not None else seqlen
+    shape = Shape(1 if queries > 1 else min(s.batch, 8), seqlen, group * heads_kv, heads_kv, s.head_dim, s.head_dim_v,
+                  s.causal)  # fmt: skip
+    return Workload(shape, work.dtype, None if work.seqlen_q is None else queries, work.options)

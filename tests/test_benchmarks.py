@@ -1,0 +1,140 @@
+"""The GPU benchmarks without a GPU: grids, counts, ratios, summaries, and a run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnlib import bench
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _root():
+    sys.path.insert(0, str(ROOT))
+    yield
+    sys.path.remove(str(ROOT))
+
+
+def test_grids() -> None:
+    from benchmarks import grids
+
+    works = {name: make() for name, make in grids.GRIDS.items()}
+    assert {name: len(found) for name, found in works.items()} == {
+        "training": 36, "gqa": 10, "decode": 8, "features": 34, "memory": 7,
+    }  # fmt: skip
+    for name, found in works.items():
+        assert len({str(work) for work in found}) == len(found), name
+    assert str(works["training"][0]) == "B32 S512 H32 D64 full"
+    assert str(works["gqa"][6]) == "B8 S2048 H16 D192/128 causal"
+    full, causal = works["training"][3], works["training"][9]
+    assert full.flops("forward") == 2 * causal.flops("forward") == 2.0 * 4 * 32 * 4096**2 * 128
+    assert full.flops("backward") == 2.5 * full.flops("forward")
+    assert works["decode"][4].cache_bytes() == 16 * 8192 * 8 * 256 * 2
+
+
+def test_reduced_workloads_fit_and_keep_what_plans_depend_on() -> None:
+    from benchmarks import grids
+
+    for make in grids.GRIDS.values():
+        for work in make():
+            small = grids.reduced(work)
+            s, t = small.shape, work.shape
+            assert s.batch * s.heads_q * small.queries * s.seqlen <= 1 << 29
+            assert (s.head_dim, s.head_dim_v, s.causal, s.heads_q // s.heads_kv) == (
+                t.head_dim, t.head_dim_v, t.causal, t.heads_q // t.heads_kv,
+            )  # fmt: skip
+            assert small.options == work.options and small.dtype == work.dtype
+
+
+def test_ratio_is_of_the_same_round() -> None:
+    from benchmarks import timing
+
+    assert timing.ratio([1.0, 2.0, 4.0], [2.0, 4.0, 2.0]) == 2.0
+    assert timing.geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+SMALL = "B1 S64 H2 D16 causal"
+
+
+def records(**more: Any) -> list[dict[str, Any]]:
+    from benchmarks import grids, peers, run
+
+    works = [
+        grids.Workload(bench.Shape.parse(SMALL), "float32"),
+        grids.Workload(bench.Shape.parse(SMALL), "float32", options={"dropout_p": 0.1}),
+        grids.Workload(bench.Shape.parse("B2 S256 H2 D16 full"), "float32", options={"block_density": 0.5}),
+        grids.Workload(bench.Shape.parse("B2 S64 H2 D16 causal"), "float32", options={"packed": True}),
+        grids.Workload(bench.Shape.parse("B1 S64 H4/2 D16 full"), "float32", seqlen_q=1),
+    ]
+    contenders = [peers.ours("cpu"), *peers.peers(["math"])]
+    timer = bench.Timer(torch.device("cpu"), 1e-4)
+    return list(run.run(works, contenders, ("forward", "backward"), timer, count=3, **more))
+
+
+def test_run_on_the_cpu(tmp_path: Path) -> None:
+    from benchmarks import record, run
+
+    shown: list[str] = []
+    found = records(show=shown.append)
+    assert [value["direction"] for value in found] == ["forward", "backward"] * 4 + ["forward"]
+    assert all(value["conformance"] == {"cpu": "passed"} for value in found), [v["conformance"] for v in found]
+    assert found[0]["ratios"]["cpu"]["torch math"] > 0 and len(found[0]["rounds_ms"]["cpu"]) == 3
+    assert found[4]["refused"] == {"torch math": "no block_density"} and found[4]["ratios"] == {"cpu": {}}
+    assert found[8]["gbs"]["cpu"] > 0
+    assert shown[0].startswith(f"{SMALL} float32") and "torch math" in shown[0]
+    summary = run.summarise(found)
+    (row,) = [
+        r for r in summary if r["head_dim"] == "all" and r["direction"] == "forward" and r["peer"] == "torch math"
+    ]
+    assert row["shapes"] == 3 and 0 < row["minimum"] <= row["geometric_mean"]
+    assert json.loads(record.write_to(tmp_path / "x.json", {"results": found}).read_text())["results"]
+
+
+def test_a_backend_that_does_not_conform_is_not_reported(register: Any) -> None:
+    from attnlib.backend import BackendBase, Capabilities, Family
+    from attnlib.problem import DTYPES
+    from benchmarks import grids, peers, run
+
+    class Wrong(BackendBase):
+        """Twice the right result."""
+
+        def __init__(self) -> None:
+            capabilities = Capabilities(device_kinds=frozenset({"cpu"}), dtypes=frozenset(DTYPES))
+            super().__init__("wrong", (Family("", capabilities),))
+
+        def plan(self, problem: Any, family: str, target: Any, config: Any = None) -> Any:
+            from attnlib import registry
+
+            (inner,) = [e.backend for e in registry.entries() if e.name == "cpu"]
+            plan = inner.plan(problem, inner.families[-1].name, target)
+
+            class Plan:
+                backward = plan.backward
+
+                def forward(self, problem: Any, tensors: Any) -> None:
+                    plan.forward(problem, tensors)
+                    tensors.out.mul_(2)
+
+            return Plan()
+
+    register(Wrong())
+    work = grids.Workload(bench.Shape.parse(SMALL), "float32")
+    shown: list[str] = []
+    timer = bench.Timer(torch.device("cpu"), 1e-4)
+    (value,) = run.run([work], [peers.ours("wrong")], ("forward",), timer, count=3, show=shown.append)
+    assert "EXCEEDS" in value["conformance"]["wrong"] and value["tflops"] == {}
+    assert "NOT REPORTED" in shown[0]
+
+
+def test_unknown_peer() -> None:
+    from benchmarks import peers
+
+    with pytest.raises(SystemExit, match="no peer is called nobody"):
+        peers.peers(["nobody"])
