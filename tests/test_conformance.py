@@ -329,9 +329,7 @@ def _pytest(*arguments, cwd):
 
 
 def _plugin_is_installed():
-    return any(
-        p.value == "attnlib_pytest" for p in importlib.metadata.entry_points(group="pytest11")
-    )
+    return any(p.value == "attnlib_pytest" for p in importlib.metadata.entry_points(group="pytest11"))
 
 
 def test_the_plugin_collects_one_item_a_check(tmp_path, items):

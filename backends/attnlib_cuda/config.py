@@ -101,6 +101,7 @@ class BackwardConfig(Features):
     stages: int
     dq_first: bool
     draw_first: bool
+    dq_stage: int
     pack: bool = False
 
     @property
@@ -120,7 +121,7 @@ class BackwardConfig(Features):
         size, d, dv = self.element.itemsize, padded(self.head_dim), padded(self.head_dim_v)
         stage = self.block_q * (d + dv) * size + self.block_q * (16 if self.natural else 8)
         scores = self.block_k * self.block_q * size * (3 if self.warps_q > 1 else 2)
-        return self.block_k * (d + dv) * size + self.stages * stage + scores + 48
+        return self.block_k * (d + dv) * size + self.stages * stage + scores + 512 * self.dq_stage * self.warps + 48
 
 
 @dataclass(frozen=True)
@@ -291,10 +292,14 @@ def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
     return 0
 
 
-def _backward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[int, int, int, int, int, int]]:
-    """m_tiles, warps_k, warps_q, block_q, stages, blocks a multiprocessor."""
+_BackwardShape = tuple[int, int, int, int, int, int]  # m_tiles, warps_k, warps_q, block_q, stages, blocks an SM
+
+
+def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_BackwardShape, bool]]:
+    """Tile shapes by preference, and whether dQ leaves through shared memory (bulk additions, sm_90 and later)."""
     d = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    stages = (1,) if old else (2, 1)
+    stages = (1,) if capability < 80 else (2, 1)
+    blocks = 1
     if problem.dtype == torch.float32:
         shapes = [(1, 4, 2, 32), (1, 2, 2, 32)] if d <= 128 else [(1, 2, 4, 64), (1, 2, 2, 32), (1, 1, 2, 32)]
     elif d > 192:
@@ -306,8 +311,14 @@ def _backward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[int, in
     elif _elementwise(problem):
         shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
     else:
-        return [(2, 4, 1, 32, n, 2) for n in stages] + [(1, 4, 1, 32, n, 1) for n in stages]
-    return [(*s, n, 1) for s in shapes for n in stages]
+        shapes, blocks = [(2, 4, 1, 32)], 2
+    found = [
+        ((*shape, n, blocks), staged)
+        for shape in shapes for staged in ((True, False) if capability >= 90 else (False,)) for n in stages
+    ]  # fmt: skip
+    if blocks > 1:
+        found += [((1, 4, 1, 32, n, 1), False) for n in stages]
+    return found
 
 
 def backward(
@@ -323,10 +334,11 @@ def backward(
     names = ("m_tiles", "warps_k", "warps_q", "block_q", "stages")
     wanted = dict(shape or {})
     blocks = wanted.pop("min_blocks", None)
-    for *values, count in _backward_shapes(problem, target.capability < 80):
+    for (*values, count), staged in _backward_shapes(problem, target.capability):
         chosen = dict(zip(names, values, strict=True)) | wanted
         warps = chosen["warps_k"] * chosen["warps_q"]
         chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
+        chosen.setdefault("dq_stage", chosen["block_q"] * padded(problem.head_dim) // (128 * warps) if staged else 0)
         config = BackwardConfig(**(common | chosen))
         if not config.dq_warps:
             continue
@@ -458,7 +470,7 @@ def matrices() -> Sequence[Matrix]:
     """Every shipped configuration: each kernel of each problem of these axes."""
     axes: dict[str, tuple[Any, ...]] = {
         "dtype": (torch.float16, torch.bfloat16, torch.float32),
-        "head_dim": (32, 64, 80, 96, 128, 160, 192, 256),
+        "head_dim": (64, 80, 128, 192, 256),
         "head_dim_v": (0, 128),
         "queries": (8, 64, 1024),
         "feature": (

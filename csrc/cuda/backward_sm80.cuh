@@ -10,7 +10,7 @@
 // that a warp's additions are contiguous; gradient.cuh undoes it.
 //
 //   shared memory: K [block_k][head_dim] | V [block_k][head_dim_v] | stages x (Q [block_q][head_dim], dO [block_q][head_dim_v])
-//                  | 2 x dS [block_k][block_q] | P the same (warps_q > 1) | what only the loads need
+//                  | 2 x dS [block_k][block_q] | P the same (warps_q > 1) | dQ on its way | what only the loads need
 //
 // One block-wide barrier a step: dQ of a step is computed in the next one, when everyone's dS is there, and hides that
 // step's exponentials; P and dS for dV and dK pass between the warps_q warps of the same keys alone.
@@ -50,7 +50,9 @@ struct BackwardTile {
     static constexpr int row_bytes = block_q * row_floats * 4, stage_bytes = QTile::bytes + OTile::bytes + row_bytes;
     static constexpr int v_at = KTile::bytes, q_at = v_at + VTile::bytes, o_at = QTile::bytes, rows_at = o_at + OTile::bytes;   // o, rows: within a stage
     static constexpr int ds_at = q_at + stages * stage_bytes, p_at = ds_at + 2 * STile::bytes;
-    static constexpr int parked = p_at + (warps_q > 1 ? STile::bytes : 0), shared_bytes = parked + 48;
+    static constexpr int staged = Config::dq_stage;   // m16n8 tiles of dQ that a warp has on their way through shared memory
+    static constexpr int dq_at = p_at + (warps_q > 1 ? STile::bytes : 0), parked = dq_at + 512 * staged * warps, shared_bytes = parked + 48;
+    static_assert(staged == 0 || (Config::arch >= 90 && MQ * CQ % staged == 0), "bulk additions are of sm_90");
     static constexpr int dq_floats = block_q * head_dim;   // of one tile in the workspace
 };
 
@@ -212,38 +214,72 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     const uint64_t seed = Config::dropout ? static_cast<uint64_t>(*address<const int64_t>(p.seed)) : 0;
 
     // dQ = dS K   [queries, head_dim], of the query tile `at`, whose dS lies in buffer `buffer`
+    int* held = nullptr;   // the turn that ends when this warp's last bulk addition has arrived
     const auto add_queries = [&](const Place& at, int buffer) {
-        float dq[T::MQ][T::CQ][4];
-        clear(dq);
-        const int dq_row = warp % T::dq_rows, dq_column = warp / T::dq_rows;
-        const uint32_t ds_by_k = T::STile::by_k(base + T::ds_at + buffer * T::STile::bytes, lane, true), k_by_k = T::KTile::by_k(base, lane, false);
-        accumulate<atom, T::MQ, T::CQ, block_k / atom::k>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
-            [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { T::KTile::template load_b_by_k<false>(b0, b1, k_by_k, k * atom::k, (dq_column * T::CQ + c) / 2, lane); });
         int* turn = nullptr;
+        int rank = 0, now = 0;
         if constexpr (Config::deterministic) {
             // Key tiles add in a fixed order: ascending, or descending where the later keys get here first.
             const int i0 = at.tile * block_q, i1 = min(i0 + block_q, seq.q_len);
             const int lowest = clamp(window.key_begin(i0), 0, seq.kv_len) / block_k, highest = (static_cast<int>(window.key_end(i1 - 1)) - 1) / block_k;
-            const int rank = Config::right ? highest - tile : tile - lowest;
+            rank = Config::right ? highest - tile : tile - lowest;
             turn = address<int>(p.order) + (at.head * p.row_tiles + tile0 + at.tile) * T::warps + warp;   // a warp adds its own part
-            while (ptx::ld_acquire(turn) != rank) {}
-            __syncwarp();
+            now = ptx::ld_acquire(turn);
         }
+        float dq[T::MQ][T::CQ][4];
+        clear(dq);
+        const int dq_row = warp % T::dq_rows, dq_column = warp / T::dq_rows;
+        const uint32_t ds_by_k = T::STile::by_k(base + T::ds_at + buffer * T::STile::bytes, lane, true), k_by_k = T::KTile::by_k(base, lane, false);
+        accumulate<atom, T::MQ, T::CQ, block_k / atom::k, true>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
+            [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { T::KTile::template load_b_by_k<false>(b0, b1, k_by_k, k * atom::k, (dq_column * T::CQ + c) / 2, lane); });
         float* sum = address<float>(ptx::ld_shared_b64(base + T::parked + 24)) + (at.head * p.row_tiles + at.tile) * T::dq_floats + warp * (T::dq_floats / T::warps);
+        if constexpr (T::staged > 0) {
+            const uint32_t area = base + T::dq_at + warp * (512 * T::staged);
 #pragma unroll
-        for (int m = 0; m < T::MQ; ++m)
+            for (int part = 0; part < T::MQ * T::CQ; part += T::staged) {
+                if (lane == 0) {
+                    if (!Config::deterministic) ptx::bulk_wait_read();
+                    else if (held != nullptr) {
+                        ptx::bulk_wait();
+                        if (part == 0) ptx::red_release_add(held, 1);
+                    }
+                }
+                __syncwarp();
 #pragma unroll
-            for (int c = 0; c < T::CQ; ++c) {
-                float* run = sum + (m * T::CQ + c) * 128;
-                if constexpr (Config::arch >= 90) ptx::red_add_f32x4(run + 4 * lane, dq[m][c][0], dq[m][c][1], dq[m][c][2], dq[m][c][3]);
-                else
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) ptx::red_add_f32(run + 32 * e + lane, dq[m][c][e]);
+                for (int i = 0; i < T::staged; ++i) {
+                    const float (&x)[4] = dq[(part + i) / T::CQ][(part + i) % T::CQ];
+                    ptx::st_shared_v4(area + 512 * i + 16 * lane, {__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3])});
+                }
+                ptx::fence_proxy_async();
+                __syncwarp();
+                if (lane == 0) {
+                    if (Config::deterministic && part == 0)
+                        while (now != rank) now = ptx::ld_acquire(turn);
+                    ptx::bulk_add_f32(sum + 128 * part, area, 512 * T::staged);
+                    ptx::bulk_commit();
+                }
             }
-        if constexpr (Config::deterministic) {
-            __threadfence();
-            __syncwarp();
-            if (lane == 0) ptx::red_release_add(turn, 1);
+            held = turn;
+        } else {
+            if constexpr (Config::deterministic) {
+                while (now != rank) now = ptx::ld_acquire(turn);
+                __syncwarp();
+            }
+#pragma unroll
+            for (int m = 0; m < T::MQ; ++m)
+#pragma unroll
+                for (int c = 0; c < T::CQ; ++c) {
+                    float* run = sum + (m * T::CQ + c) * 128;
+                    if constexpr (Config::arch >= 90) ptx::red_add_f32x4(run + 4 * lane, dq[m][c][0], dq[m][c][1], dq[m][c][2], dq[m][c][3]);
+                    else
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) ptx::red_add_f32(run + 32 * e + lane, dq[m][c][e]);
+                }
+            if constexpr (Config::deterministic) {
+                __threadfence();
+                __syncwarp();
+                if (lane == 0) ptx::red_release_add(turn, 1);
+            }
         }
     };
 
@@ -258,6 +294,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             __syncthreads();
             load_queries(current, 0);
             commit<Config>();
+            if (pending) add_queries(previous, buffer ^ 1);   // hides the load
+            pending = false;
         }
         wait<Config, 0>();
         __syncthreads();   // this step's queries and the last step's dS are here
@@ -290,7 +328,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         {
             const uint32_t q_lane = T::QTile::by_chunk(q_at + column0 * T::QTile::pitch, lane);
             const uint32_t o_lane = T::OTile::by_chunk(o_at + column0 * T::OTile::pitch, lane);
-            accumulate<atom, M, N, T::head_dim / atom::k>(s, [&](int m, int k) { return T::KTile::load_a(k_lane, 16 * m, k); },
+            accumulate<atom, M, N, T::head_dim / atom::k, true>(s, [&](int m, int k) { return T::KTile::load_a(k_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::QTile::load_b(b0, b1, q_lane, 8 * n, k); });
             if constexpr (Config::softcap) scorer.cap_scores(s, slope);
             scorer.template apply<true>(s, j0 + row0, i0 + column0, lane, state == 0);
@@ -323,7 +361,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             const Edges<Config> edges(p, i0 + (Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
                 Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);   // whichever spills less
             if (edges.cross(j0, j0 + block_k)) edges.hide_transposed(s, j0 + row0, column0, lane);
-            accumulate<atom, M, N, T::head_dim_v / atom::k>(dp, [&](int m, int k) { return T::VTile::load_a(v_lane, 16 * m, k); },
+            accumulate<atom, M, N, T::head_dim_v / atom::k, true>(dp, [&](int m, int k) { return T::VTile::load_a(v_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::OTile::load_b(b0, b1, o_lane, 8 * n, k); });
         }
 
@@ -414,6 +452,11 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         __syncthreads();
         add_queries(previous, (total - 1) & 1);
     }
+    if constexpr (T::staged > 0)
+        if (lane == 0) {
+            ptx::bulk_wait();
+            if (Config::deterministic && held != nullptr) ptx::red_release_add(held, 1);
+        }
 
     // ---- epilogue
     wait<Config, 0>();

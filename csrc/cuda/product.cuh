@@ -15,9 +15,10 @@ __device__ __forceinline__ void clear(float (&x)[M][N][4]) {
             for (int e = 0; e < 4; ++e) x[m][n][e] = 0.f;
 }
 
-// acc[m][c] += A(m, k) . B(k, c). With split float32 sums over k are short and added outside the tensor core, which
+// acc[m][c] += A(m, k) . B(k, c). ahead: the fragments of a step are named before the products of the last; ptxas pipelines
+// both forms alike, but allocates registers better for one or the other. With split float32 sums over k are short and added outside the tensor core, which
 // truncates when it adds.
-template <class atom, int M, int C, int K, class LoadA, class LoadB>
+template <class atom, int M, int C, int K, bool ahead = false, class LoadA, class LoadB>
 __device__ __forceinline__ void accumulate(float (&acc)[M][C][4], const LoadA& load_a, const LoadB& load_b) {
     if constexpr (atom::split) {
         constexpr int run = 8;
@@ -45,6 +46,24 @@ __device__ __forceinline__ void accumulate(float (&acc)[M][C][4], const LoadA& l
                         acc[m][c + 1][e] += part[m][1][e];
                     }
             }
+    } else if constexpr (ahead) {
+        typename atom::A a[2][M];
+        typename atom::B b[2][C];
+        const auto fetch = [&](int k) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) a[k & 1][m] = load_a(m, k);
+#pragma unroll
+            for (int c = 0; c < C; c += 2) load_b(b[k & 1][c], b[k & 1][c + 1], k, c);
+        };
+        fetch(0);
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            if (k + 1 < K) fetch(k + 1);
+#pragma unroll
+            for (int c = 0; c < C; ++c)
+#pragma unroll
+                for (int m = 0; m < M; ++m) atom::mma(acc[m][c], a[k & 1][m], b[k & 1][c]);
+        }
     } else {
 #pragma unroll
         for (int k = 0; k < K; ++k) {
