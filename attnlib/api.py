@@ -9,7 +9,7 @@ import torch
 
 from . import dispatch, ops, run
 from . import vmap as _vmap  # noqa: F401  registers itself
-from .arguments import check_types
+from .arguments import check_devices, check_types
 from .calls import BlockMask, autocast, blocks_of, head_dim_of, length_hint, scalars_of, seed_tensor
 from .errors import ArgumentError, ArgumentTypeError
 from .operands import Operands
@@ -258,23 +258,38 @@ def _run(
     backend: str | None,
     cache: bool = False,
 ) -> Result:
-    if not torch.compiler.is_compiling():
-        check_types(operands)
+    try:
+        out, lse = _attend(operands, options, block_mask, longest_q, longest_k, backend, cache)
+    except AttributeError:
+        check_types(operands)  # says what was no tensor
+        raise
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    operands: Operands,
+    options: Options,
+    block_mask: BlockMask | None,
+    longest_q: int,
+    longest_k: int,
+    backend: str | None,
+    cache: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     kind = operands.q.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         operands = autocast(operands, cache)
     spec = dispatch.requested(backend)
     scalars = scalars_of(operands, options, block_mask, longest_q, longest_k)
     if operands.k_new is not None:
-        out, lse = ops.append_forward_op(
+        check_devices(operands)
+        return ops.append_forward_op(
             operands.k_new, operands.v_new, operands.new_lens, *operands[:14], *scalars, spec
         )
-    else:
-        direct = None
-        if not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
-            direct = run.run_reference(operands, scalars, spec)
-        out, lse = direct or ops.call(operands, scalars, spec)
-    return (out, lse) if return_lse else out
+    if "reference" in spec and not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
+        direct = run.run_reference(operands, scalars, spec)
+        if direct is not None:
+            return direct
+    return ops.call(operands, scalars, spec)
 
 
 def _through_arrays(function: Any, arguments: dict[str, Any]) -> Any:

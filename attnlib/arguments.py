@@ -31,6 +31,7 @@ def check_types(operands: Operands) -> None:
 
 def check_devices(operands: Operands) -> None:
     """Raises for an operand that is not a plain strided tensor on q's device."""
+    check_types(operands)
     device = operands.q.device
     for name, tensor in zip(Operands._fields, operands):
         if tensor is None:
@@ -128,7 +129,7 @@ def check(operands: Operands, scalars: Scalars) -> AttentionProblem:
 
 
 def _check_dtypes(operands: Operands) -> None:
-    check_types(operands)
+    check_devices(operands)
     q = operands.q
     for name in ("q", "k", "v"):
         tensor = getattr(operands, name)
@@ -136,7 +137,6 @@ def _check_dtypes(operands: Operands) -> None:
             raise ArgumentTypeError(f"{name}: needs float64, float32, float16 or bfloat16, got {_name(tensor.dtype)}")
         if tensor.dtype != q.dtype:
             raise ArgumentTypeError(f"{name}: needs {_name(q.dtype)}, as q has, got {_name(tensor.dtype)}")
-    check_devices(operands)
     for name in ("bias", "sinks"):
         tensor = getattr(operands, name)
         if tensor is not None and tensor.dtype not in DTYPES:

@@ -89,10 +89,10 @@ def features() -> list[Workload]:
                 shape = Shape(16384 // seqlen, seqlen, 2048 // dim, 2048 // dim, dim, dim, causal)
                 found += [Workload(shape), Workload(shape, options={"dropout_p": 0.1})]
                 found += [Workload(shape, options={"deterministic": True})]
-    causal, full = (Shape.parse(f"B2 S8192 H16 D128 {kind}") for kind in ("causal", "full"))
+    triangle, full = (Shape.parse(f"B2 S8192 H16 D128 {kind}") for kind in ("causal", "full"))
     found.append(Workload(full, options={"block_density": 0.25}))
     for options in ({"window": (1024, 0)}, {"softcap": 30.0}, {"alibi": True}, {"sinks": True}, {"packed": True}):
-        found.append(Workload(causal, options=options))
+        found.append(Workload(triangle, options=options))
     found += [Workload(full, options={"mask": True}), Workload(full, options={"bias": True})]
     small = Shape.parse("B8 S2048 H16 D128 causal")
     found += [Workload(small, dtype) for dtype in ("float16", "float32")]

@@ -122,7 +122,7 @@ def _compiled_flex() -> Any:
 
 
 def flex() -> Contender:
-    """torch's FlexAttention, compiled."""
+    """torch's FlexAttention, compiled anew for every workload, which takes about ten seconds each."""
 
     def make(work: Workload, o: Operands, backward: bool) -> Pair:
         from torch.nn.attention.flex_attention import create_block_mask
@@ -160,6 +160,7 @@ def flex() -> Contender:
         if masked:
             block_mask = create_block_mask(visible, None, None, work.queries, s.seqlen, device=q.device)
         changed = softcap is not None or bias is not None or slopes is not None
+        torch._dynamo.reset()  # beyond a few shapes the compiler would give up, and run it uncompiled
         call = _compiled_flex()
 
         def run(q: Any, k: Any, v: Any) -> torch.Tensor:

@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     works = grids.GRIDS[options.grid]()
     works = [w for w in works if not options.only or any(text in str(w) for text in options.only)]
     timer = bench.Timer(device, options.sample)
-    first = timing.ceilings(timer)
+    first = timing.ceilings(device)
     print(f"ceilings: {first}", flush=True)
     results = []
     for value in run(works, contenders, directions, timer, count=options.rounds,
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                      show=lambda text: print(text, flush=True)):  # fmt: skip
         results.append(value)
         write(options, device, contenders, found, first, None, results)
-    summary = write(options, device, contenders, found, first, timing.ceilings(timer), results)["summary"]
+    summary = write(options, device, contenders, found, first, timing.ceilings(device), results)["summary"]
     for row in summary:
         print(f"{row['backend']} / {row['peer']:<16} D {row['head_dim']:<4} {row['direction']:<8} {row['mask']:<7}"
               f"{row['geometric_mean']:6.3f}, at least {row['minimum']:.3f}, {row['shapes']} shapes")  # fmt: skip

@@ -8,6 +8,7 @@ if a document is not in step.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import re
 import sys
@@ -83,6 +84,95 @@ def overhead_table() -> str:
     return "\n".join([*lines, "", _origin(value)])
 
 
+def gpu_table(grid: str) -> str:
+    """What attnlib's backends and each peer reach on a GPU, and the ratios: the median of those within a round."""
+    value = record.read(f"gpu-{grid}")
+    if value is None:
+        return NOT_MEASURED
+    parts = []
+    for direction in ("forward", "backward"):
+        results = [result for result in value["results"] if result["direction"] == direction]
+        if results:
+            parts.append(_gpu_rows(direction, results))
+    parts.append(_gpu_summary(value["summary"]))
+    ceilings = value["ceilings"]["before"]
+    parts.append(
+        f"{_origin(value)} Driver {value['driver']}. In the same run: a matrix product of 8192^3 in bfloat16 "
+        f"{ceilings['matmul_tflops']:.0f} TFLOP/s, a copy on the device {ceilings['copy_tbs']:.2f} TB/s."
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _gpu_rows(direction: str, results: Sequence[Mapping[str, Any]]) -> str:
+    mine = list(dict.fromkeys(name for result in results for name in result["conformance"]))
+    peers = list(dict.fromkeys(name for result in results for name in result["median_ms"] if name not in mine))
+    unit = "gbs" if "gbs" in results[0] else "tflops"
+    heads = [f"{direction}, {'GB/s of K and V' if unit == 'gbs' else 'TFLOP/s'}", *mine, *peers]
+    heads += [f"{name} / best peer" for name in mine]
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
+    for result in results:
+        cells = [result["workload"], *(_number(result[unit].get(name)) for name in (*mine, *peers))]
+        for name in mine:
+            ratio = result["ratios"].get(name, {}).get(result["best_peer"])
+            cells.append("-" if ratio is None else f"{ratio:.2f} ({result['best_peer']})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _gpu_summary(summary: Sequence[Mapping[str, Any]]) -> str:
+    """Geometric mean and minimum of the ratios to each peer."""
+    if not summary:
+        return ""
+    lines = [
+        "| ratio | head_dim | mask | direction | geometric mean | lowest | shapes |",
+        "|---|---|---|---|--:|--:|--:|",
+    ]
+    for row in summary:
+        cells = [f"{row['backend']} / {row['peer']}", str(row["head_dim"]), row["mask"], row["direction"]]
+        cells += [f"{row['geometric_mean']:.2f}", f"{row['minimum']:.2f}", str(row["shapes"])]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def gpu_memory_table() -> str:
+    """MiB beyond operands and results by sequence length."""
+    value = record.read("gpu-memory")
+    if value is None:
+        return NOT_MEASURED
+    names = list(dict.fromkeys(name for result in value["results"] for name in result["extra_bytes"]))
+    lines = ["| MiB | direction | " + " | ".join(names) + " |", "|---|---|" + "--:|" * len(names)]
+    for result in value["results"]:
+        sizes = [result["extra_bytes"].get(name) for name in names]
+        cells = [result["workload"], result["direction"]]
+        cells += ["-" if size is None else f"{size / 2**20:.1f}" for size in sizes]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _origin(value)])
+
+
+def gpu_checks_table() -> str:
+    """What the last run of ci/gpu found."""
+    value = record.read("gpu-cuda")
+    if value is None:
+        return NOT_MEASURED
+    checks, tests, mutants = value["conformance"], value["tests"], value["mutants"]
+    lines = ["| step | result | seconds |", "|---|---|--:|"]
+    found = {
+        "conformance": checks and f"{checks['passed']} passed, {checks['refused']} refused, {checks['failed']} failed",
+        "tests": tests
+        and f"{tests['tests'] - tests['failures'] - tests['errors'] - tests['skipped']} passed, "
+        f"{tests['skipped']} skipped, {tests['failures'] + tests['errors']} failed",
+        "mutants": mutants and f"{mutants['killed']} killed, {mutants['survived']} survived",
+        **value["sanitizer"],
+    }
+    for step in value["steps"]:
+        text = found.get(step["name"]) or step["status"]
+        lines.append(f"| {step['name']} | {text} | {step['seconds']:.0f} |")
+    machine, versions = value["machine"], value["versions"]
+    what = ", ".join(f"{name} {number}" for name, number in versions.items())
+    lines += ["", f"{machine.get('gpu') or machine['cpu']}; {what}; commit {value['commit']}, {value['date']}."]
+    return "\n".join(lines)
+
+
 def support() -> str:
     """The support matrix, as `attnlib support` prints it."""
     from attnlib.cli import support_table
@@ -101,6 +191,12 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "cpu_features": cpu_features_table,
     "overhead": overhead_table,
+    "gpu_checks": gpu_checks_table,
+    "gpu_training": functools.partial(gpu_table, "training"),
+    "gpu_gqa": functools.partial(gpu_table, "gqa"),
+    "gpu_decode": functools.partial(gpu_table, "decode"),
+    "gpu_features": functools.partial(gpu_table, "features"),
+    "gpu_memory": gpu_memory_table,
     "support": support,
     "environment": environment,
 }

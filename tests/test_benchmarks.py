@@ -133,6 +133,59 @@ def test_a_backend_that_does_not_conform_is_not_reported(register: Any) -> None:
     assert "NOT REPORTED" in shown[0]
 
 
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks.record over a folder with made-up GPU results."""
+    from benchmarks import record, run
+
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    from benchmarks import grids
+
+    origin = {"machine": {"gpu": "Some GPU", "cpu": ""}, "versions": {"torch": "2"}, "commit": "abc", "date": "2026"}
+    more = {**origin, "driver": "1", "rounds": 3, "ceilings": {"before": {"matmul_tflops": 700.0, "copy_tbs": 4.0}}}
+    for grid in ("training", "decode"):
+        found = [
+            run.entry(work, direction, {"cuda:sm_80": [1e-3] * 3, "torch FA2": [2e-3] * 3, "cuDNN": [0.5e-3] * 3},
+                      ["cuda:sm_80"], {}, {"cuda:sm_80": "passed"})
+            for work in grids.GRIDS[grid]()
+            for direction in run.DIRECTIONS
+        ]  # fmt: skip
+        record.write(f"gpu-{grid}", {**more, "results": found, "summary": run.summarise(found)})
+    found = [
+        {"workload": str(work), "seqlen": work.shape.seqlen, "direction": direction, "extra_bytes": {"cuda": 1 << 20}}
+        for work in grids.memory()
+        for direction in run.DIRECTIONS
+    ]
+    record.write("gpu-memory", {**more, "results": found, "summary": []})
+    return record
+
+
+def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import table
+
+    results(tmp_path, monkeypatch)
+    text = table.gpu_table("training")
+    assert "| B32 S512 H32 D64 full | 69 | 34 | 137 | 0.50 (cuDNN) |" in text
+    assert "| cuda:sm_80 / torch FA2 | all | all | forward | 2.00 | 2.00 | 36 |" in text
+    assert "Some GPU" in text and "700 TFLOP/s" in text
+    assert "GB/s of K and V" in table.gpu_table("decode")
+    assert "| B1 S1024 H16 D128 causal | forward | 1.0 |" in table.gpu_memory_table()
+    assert table.gpu_table("gqa") == table.gpu_checks_table() == table.NOT_MEASURED
+
+
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plot
+
+    results(tmp_path, monkeypatch)
+    assert plot.main(["--folder", str(tmp_path / "images")]) == 0
+    names = {path.name for path in (tmp_path / "images").iterdir()}
+    assert names == {"training-tflops.png", "training-speedup.png", "memory.png"}
+    assert plot.main(["--grid", "gqa", "--folder", str(tmp_path)]) == 1
+    rates = plot.panels({"results": [{"head_dim": 64, "causal": True, "direction": "forward", "seqlen": n,
+                                      "tflops": {"a": n}} for n in (8, 4)]}, lambda r: r["tflops"])  # fmt: skip
+    assert rates == {"D 64, causal, forward": {"a": [(4, 4), (8, 8)]}}
+
+
 def test_unknown_peer() -> None:
     from benchmarks import peers
 

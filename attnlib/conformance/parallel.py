@@ -70,9 +70,9 @@ def _outcome(name: str, outcome: str, seconds: float, message: str) -> Outcome:
 class _Worker:
     """One process with what it is working on."""
 
-    def __init__(self, context: Any, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, context: Any, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(other, *arguments), daemon=True)
+        self.process = context.Process(target=serve, args=(other, *arguments), daemon=True)
         self.process.start()
         other.close()
         self.name: str | None = None
@@ -104,10 +104,11 @@ def run_parallel(
     done: Callable[[Outcome], None],
     until: float | None = None,
     hangs: float = HANGS,
+    serve: Callable[..., None] = _serve,
 ) -> list[str]:
     """Run every name; `done` gets each outcome. Returns the names that were not run by the time `until`.
 
-    arguments: what `_serve` gets after its pipe.
+    serve: what a process runs, with its pipe and then `arguments`.
     """
     context = multiprocessing.get_context("spawn")
     waiting = list(reversed(names))
@@ -129,11 +130,11 @@ def run_parallel(
         worker.stop()
         workers.remove(worker)
         if waiting:
-            workers.append(_Worker(context, arguments))
+            workers.append(_Worker(context, serve, arguments))
             feed(workers[-1])
 
     for _ in range(min(jobs, len(names))):
-        workers.append(_Worker(context, arguments))
+        workers.append(_Worker(context, serve, arguments))
     for worker in list(workers):
         feed(worker)
     while workers:
@@ -188,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", help="a torch device (default: one the backend runs on)")
     parser.add_argument("--level", choices=("core", "full"), default="full")
     parser.add_argument("--shard", metavar="I/N", help="only the I-th of N parts of the checks")
-    parser.add_argument("--only", action="append", metavar="TEXT", help="checks whose name has this text; repeatable")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="checks (faults) whose name has this text")
     parser.add_argument("--mutants", action="store_true", help="run the backend's faults instead of its checks")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     parser.add_argument("--time-limit", type=float, metavar="S", help="stop, with what there is, after S seconds")
@@ -209,6 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from .mutants import faults_of
 
                 names = list(faults_of(subject.backend))
+                if options.only:
+                    names = [name for name in names if any(text in name for text in options.only)]
             else:
                 names = [item.name for item in chosen(subject, options.level, shard, options.only)]
     except ArgumentError as error:

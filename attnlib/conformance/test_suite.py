@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from attnlib_pytest import items_of, mark_refused
 
 

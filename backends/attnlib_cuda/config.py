@@ -102,6 +102,7 @@ class BackwardConfig(Features):
     dq_first: bool
     draw_first: bool
     dq_stage: int
+    o_stages: int
     pack: bool = False
 
     @property
@@ -119,9 +120,10 @@ class BackwardConfig(Features):
     @property
     def shared_bytes(self) -> int:
         size, d, dv = self.element.itemsize, padded(self.head_dim), padded(self.head_dim_v)
-        stage = self.block_q * (d + dv) * size + self.block_q * (16 if self.natural else 8)
+        stage = self.block_q * d * size + self.block_q * (16 if self.natural else 8)
+        gradients = self.o_stages * self.block_q * dv * size
         scores = self.block_k * self.block_q * size * (3 if self.warps_q > 1 else 2)
-        return self.block_k * (d + dv) * size + self.stages * stage + scores + 512 * self.dq_stage * self.warps + 48
+        return self.block_k * (d + dv) * size + self.stages * stage + gradients + scores + 512 * self.dq_stage * self.warps + 48
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,7 @@ def backward(
         chosen = dict(zip(names, values, strict=True)) | wanted
         warps = chosen["warps_k"] * chosen["warps_q"]
         chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
+        chosen.setdefault("o_stages", chosen["stages"])
         chosen.setdefault("dq_stage", chosen["block_q"] * padded(problem.head_dim) // (128 * warps) if staged else 0)
         config = BackwardConfig(**(common | chosen))
         if not config.dq_warps:

@@ -9,7 +9,8 @@
 // way; dS always goes through shared memory for dQ. dQ is added to a float32 workspace laid out in fragment order, so
 // that a warp's additions are contiguous; gradient.cuh undoes it.
 //
-//   shared memory: K [block_k][head_dim] | V [block_k][head_dim_v] | stages x (Q [block_q][head_dim], dO [block_q][head_dim_v])
+//   shared memory: K [block_k][head_dim] | V [block_k][head_dim_v] | stages x (Q [block_q][head_dim], row statistics)
+//                  | o_stages x dO [block_q][head_dim_v]
 //                  | 2 x dS [block_k][block_q] | P the same (warps_q > 1) | dQ on its way | what only the loads need
 //
 // One block-wide barrier a step: dQ of a step is computed in the next one, when everyone's dS is there, and hides that
@@ -32,7 +33,7 @@ struct BackwardTile {
     using atom = Atom<Config>;
     static constexpr int M = Config::m_tiles, warps_k = Config::warps_k, warps_q = Config::warps_q;
     static constexpr int warps = warps_k * warps_q, threads = 32 * warps;
-    static constexpr int block_k = 16 * M * warps_k, block_q = Config::block_q, stages = Config::stages;
+    static constexpr int block_k = 16 * M * warps_k, block_q = Config::block_q, stages = Config::stages, o_stages = Config::o_stages;
     static constexpr int N = block_q / warps_q / 8;
     static constexpr int head_dim = (Config::head_dim + 31) / 32 * 32, head_dim_v = (Config::head_dim_v + 31) / 32 * 32;
     static constexpr int CK = head_dim / warps_q / 8, CV = head_dim_v / warps_q / 8;   // n8 tiles of dK and dV
@@ -47,9 +48,10 @@ struct BackwardTile {
     using QTile = Tile<Config, block_q, head_dim>;
     using OTile = Tile<Config, block_q, head_dim_v>;
     using STile = Tile<Config, block_k, block_q>;
-    static constexpr int row_bytes = block_q * row_floats * 4, stage_bytes = QTile::bytes + OTile::bytes + row_bytes;
-    static constexpr int v_at = KTile::bytes, q_at = v_at + VTile::bytes, o_at = QTile::bytes, rows_at = o_at + OTile::bytes;   // o, rows: within a stage
-    static constexpr int ds_at = q_at + stages * stage_bytes, p_at = ds_at + 2 * STile::bytes;
+    static constexpr int row_bytes = block_q * row_floats * 4, stage_bytes = QTile::bytes + row_bytes, rows_at = QTile::bytes;   // rows: within a stage
+    static constexpr int v_at = KTile::bytes, q_at = v_at + VTile::bytes, o_at = q_at + stages * stage_bytes;
+    static constexpr bool late = o_stages < stages;   // dO of a step is loaded in that step
+    static constexpr int ds_at = o_at + o_stages * OTile::bytes, p_at = ds_at + 2 * STile::bytes;
     static constexpr int staged = Config::dq_stage;   // m16n8 tiles of dQ that a warp has on their way through shared memory
     static constexpr int dq_at = p_at + (warps_q > 1 ? STile::bytes : 0), parked = dq_at + 512 * staged * warps, shared_bytes = parked + 48;
     static_assert(staged == 0 || (Config::arch >= 90 && MQ * CQ % staged == 0), "bulk additions are of sm_90");
@@ -181,19 +183,26 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         ptx::st_shared_v2(base + T::parked + 40, seq.kv_len, dropout_above(p.dropout_threshold));
     }
     __syncthreads();
-    const auto load_queries = [&](const Place& at, int stage) {
+    const auto load_queries = [&](const Place& at, int stage) {   // Q and the row statistics
         const int thread = ptx::opaque_thread(), q_len = ptx::ld_shared_b32(base + T::parked + 32);
         const uint32_t to = base + T::q_at + stage * T::stage_bytes;
         const auto* q = address<const element>(ptx::ld_shared_b64(base + T::parked)) + at.head * p.q_h;
-        const auto* dout = address<const element>(ptx::ld_shared_b64(base + T::parked + 8)) + at.head * p.do_h;
         load_tile<Config, typename T::QTile, threads, Config::head_dim>(to, Rows<Config>{q, p.q_i}, at.tile * block_q, 0, q_len, thread);
-        load_tile<Config, typename T::OTile, threads, Config::head_dim_v>(to + T::o_at, Rows<Config>{dout, p.do_i}, at.tile * block_q, 0, q_len, thread);
         const auto* rows = address<const float>(ptx::ld_shared_b64(base + T::parked + 16)) + (at.head * p.row_tiles + at.tile) * (block_q * T::row_floats);
         static_assert(T::row_bytes / 16 <= threads, "one chunk a thread");
         if (thread < T::row_bytes / 16) {
             if constexpr (Config::arch >= 80) ptx::cp_async_16(to + T::rows_at + 16 * thread, rows + 4 * thread);
             else ptx::st_shared_v4(to + T::rows_at + 16 * thread, reinterpret_cast<const uint4*>(rows)[thread]);
         }
+    };
+    const auto load_gradients = [&](const Place& at, int stage) {   // dO
+        const int thread = ptx::opaque_thread(), q_len = ptx::ld_shared_b32(base + T::parked + 32);
+        const auto* dout = address<const element>(ptx::ld_shared_b64(base + T::parked + 8)) + at.head * p.do_h;
+        load_tile<Config, typename T::OTile, threads, Config::head_dim_v>(base + T::o_at + stage * T::OTile::bytes, Rows<Config>{dout, p.do_i}, at.tile * block_q, 0, q_len, thread);
+    };
+    const auto load_ahead = [&](const Place& at, int stage) {
+        load_queries(at, stage);
+        if constexpr (!T::late) load_gradients(at, stage);
     };
 
     // ---- prologue
@@ -206,7 +215,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         const int low = Config::left ? clamp(window.key_begin(0), 0, seq.kv_len) : 0;
         load_tile<Config, typename T::KTile, threads, Config::head_dim>(base, Rows<Config>{k, p.k_j}, j0, low, seq.kv_len, thread);
         load_tile<Config, typename T::VTile, threads, Config::head_dim_v>(base + T::v_at, Rows<Config>{v, p.v_j}, j0, low, seq.kv_len, thread);
-        if (T::stages > 1) load_queries({Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, 0);
+        if (T::stages > 1) load_ahead({Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, 0);
         commit<Config>();
     }
     const uint32_t k_lane = T::KTile::by_row(base + row0 * T::KTile::pitch, lane);
@@ -292,16 +301,20 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         advance(next);
         if constexpr (T::stages == 1) {
             __syncthreads();
-            load_queries(current, 0);
+            load_ahead(current, 0);
             commit<Config>();
             if (pending) add_queries(previous, buffer ^ 1);   // hides the load
             pending = false;
         }
         wait<Config, 0>();
         __syncthreads();   // this step's queries and the last step's dS are here
+        if constexpr (T::late) {
+            load_gradients(current, 0);
+            commit<Config>();
+        }
         const int head = current.head, query_tile = current.tile;
         const int i0 = query_tile * block_q, i1 = min(i0 + block_q, seq.q_len);
-        const uint32_t q_at = base + T::q_at + stage * T::stage_bytes, o_at = q_at + T::o_at;
+        const uint32_t q_at = base + T::q_at + stage * T::stage_bytes, o_at = base + T::o_at + (T::late ? 0 : stage) * T::OTile::bytes;
         const Scorer<Config> scorer(p, seq, head);
         const int state = Config::block_mask ? scorer.block_state(i0, i1, j0, j1) : 1;
         const bool live = Config::deterministic || state >= 0;
@@ -310,7 +323,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             pending = false;
         }
         if (!live) {
-            if (T::stages > 1 && step + 1 < total) load_queries(next, stage ^ 1);
+            if (T::stages > 1 && step + 1 < total) load_ahead(next, stage ^ 1);
             commit<Config>();
             current = next;
             continue;
@@ -361,11 +374,15 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             const Edges<Config> edges(p, i0 + (Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
                 Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);   // whichever spills less
             if (edges.cross(j0, j0 + block_k)) edges.hide_transposed(s, j0 + row0, column0, lane);
+            if constexpr (T::late) {
+                wait<Config, 0>();
+                __syncthreads();
+            }
             accumulate<atom, M, N, T::head_dim_v / atom::k, true>(dp, [&](int m, int k) { return T::VTile::load_a(v_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::OTile::load_b(b0, b1, o_lane, 8 * n, k); });
         }
 
-        if (T::stages > 1 && step + 1 < total) load_queries(next, stage ^ 1);
+        if (T::stages > 1 && step + 1 < total) load_ahead(next, stage ^ 1);
         commit<Config>();
         if (!Config::dq_first && pending) add_queries(previous, buffer ^ 1);
 

@@ -299,7 +299,8 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     const uint32_t v_lane = T::VTile::by_k(base + T::v_at, lane, false) + warp_n * T::columns * static_cast<int>(sizeof(element));
     const Partner<Config> partner{base, lane, warp_m, warp_n};
     const auto share = [&](float (&top)[M][2]) { partner.reduce(top, [](float x, float y) { return fmaxf(x, y); }); };
-    const auto seed = [&] { return Config::dropout ? static_cast<uint64_t>(*address<const volatile int64_t>(p.seed)) : 0; };
+    const auto seed_again = [&] { return Config::dropout ? static_cast<uint64_t>(*address<const volatile int64_t>(p.seed)) : 0; };
+    const uint64_t seed = seed_again();
 
     // ---- main loop
     bool fresh = true;      // this warp has seen no key
@@ -335,7 +336,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         typename T::Packed packed;
         DropoutWords<Config, false, M, N> random;
         const auto finish_rows = [&](int m) {
-            if (!Config::draw_first) random.draw_row(m, seed(), b, head, i0 + row0, j0, lane);
+            if (!Config::draw_first) random.draw_row(m, seed, b, head, i0 + row0, j0, lane);
             random.apply(s, m, base + parked + 40, 0, lane, [](float) { return 0.f; });
             T::round(s, packed, m);
         };
@@ -355,14 +356,14 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         };
         if (skip) await_values();
         else {
-            if (Config::draw_first) random.draw(seed(), b, head, i0 + row0, j0, lane);
+            if (Config::draw_first) random.draw(seed, b, head, i0 + row0, j0, lane);
             score(maximum);
             if (maximum) with_maximum();
             else {
                 float added[M][2];
                 if (partner.exchange(packed, t.state.without_maximum(s, added, scorer.scale, finish_rows))) t.state.add(added);
                 else {
-                    if (Config::draw_first) random.draw(seed(), b, head, i0 + row0, j0, lane);   // again: kept until here they would cost registers
+                    if (Config::draw_first) random.draw(seed_again(), b, head, i0 + row0, j0, lane);   // again: kept until here they would cost registers
                     score(true);
                     with_maximum();
                 }
