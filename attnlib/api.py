@@ -282,9 +282,7 @@ def _attend(
     scalars = scalars_of(operands, options, block_mask, longest_q, longest_k)
     if operands.k_new is not None:
         check_devices(operands)
-        return ops.append_forward_op(
-            operands.k_new, operands.v_new, operands.new_lens, *operands[:14], *scalars, spec
-        )
+        return ops.append_forward_op(operands.k_new, operands.v_new, operands.new_lens, *operands[:14], *scalars, spec)
     if "reference" in spec and not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
         direct = run.run_reference(operands, scalars, spec)
         if direct is not None:

@@ -111,7 +111,7 @@ def entry(
         "seqlen": s.seqlen, "seqlen_q": work.queries, "head_dim": s.head_dim, "causal": s.causal,
         "direction": direction, "best_peer": best,
         "median_ms": {name: round(1e3 * x, 5) for name, x in medians.items()},
-        "tflops": {name: round(work.flops(direction) / x * 1e-12, 1) for name, x in medians.items()},
+        "tflops": {name: round(work.flops(direction) / x * 1e-12, 4) for name, x in medians.items()},
         "ratios": {
             name: {peer: round(timing.ratio(seconds[name], seconds[peer]), 3) for peer in theirs}
             for name in mine if name in seconds
@@ -120,7 +120,7 @@ def entry(
         "refused": dict(refused), "conformance": dict(conformance),
     }  # fmt: skip
     if work.seqlen_q is not None:
-        value["gbs"] = {name: round(work.cache_bytes() / x * 1e-9, 1) for name, x in medians.items()}
+        value["gbs"] = {name: round(work.cache_bytes() / x * 1e-9, 4) for name, x in medians.items()}
     return value
 
 

@@ -27,6 +27,7 @@ from .runner import FAILED, PASSED, REFUSED, Outcome, Report, chosen, make_repor
 from .subject import opened
 
 HANGS = 120.0  # seconds after which a check is stopped
+STARTS = 120.0  # seconds that a process may take to start
 KILLED, SURVIVED = "killed", "survived"
 
 
@@ -67,16 +68,23 @@ def _outcome(name: str, outcome: str, seconds: float, message: str) -> Outcome:
     return Outcome(name=name, outcome=outcome, seconds=seconds, message=message, refusals=[], measured=[])
 
 
+def _start(pipe: Connection, serve: Callable[..., None], *arguments: Any) -> None:
+    pipe.send(None)  # imports are done, which counts as no check's time
+    serve(pipe, *arguments)
+
+
 class _Worker:
     """One process with what it is working on."""
 
     def __init__(self, context: Any, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, *arguments), daemon=True)
+        self.process = context.Process(target=_start, args=(other, serve, *arguments), daemon=True)
         self.process.start()
         other.close()
         self.name: str | None = None
-        self.since = 0.0
+        self.ready = False
+        self.answers = 0
+        self.since = time.monotonic()
 
     def give(self, name: str | None) -> bool:
         """Whether the process took it."""
@@ -113,15 +121,14 @@ def run_parallel(
     context = multiprocessing.get_context("spawn")
     waiting = list(reversed(names))
     workers: list[_Worker] = []
+    leaving: list[_Worker] = []  # told to end
 
     def feed(worker: _Worker) -> None:
         """The next name, or the end."""
         if not waiting:
             worker.give(None)
-            worker.name = None
             workers.remove(worker)
-            worker.process.join(10)
-            worker.stop()
+            leaving.append(worker)
         elif not worker.give(name := waiting.pop()):
             waiting.append(name)
             replace(worker)
@@ -144,21 +151,33 @@ def run_parallel(
             if worker.name is None:
                 continue
             if worker.pipe in ready:
-                name = worker.name
                 try:
-                    done(worker.pipe.recv())
-                    feed(worker)
+                    outcome = worker.pipe.recv()
                 except (EOFError, OSError):
                     worker.process.join(5)
-                    done(_outcome(name, FAILED, now - worker.since, f"the process died: {worker.process.exitcode}"))
+                    if worker.answers and worker.process.exitcode == 0:  # it left, having lost its device
+                        waiting.append(worker.name)
+                    else:
+                        text = f"the process died: {worker.process.exitcode}"
+                        done(_outcome(worker.name, FAILED, now - worker.since, text))
                     replace(worker)
-            elif now - worker.since > hangs:
+                    continue
+                if worker.ready:
+                    worker.answers += 1
+                    done(outcome)
+                    feed(worker)
+                else:
+                    worker.ready, worker.since = True, now
+            elif now - worker.since > (hangs if worker.ready else max(hangs, STARTS)):
                 done(_outcome(worker.name, FAILED, now - worker.since, f"stopped after {hangs:.0f} s"))
                 replace(worker)
         if until is not None and now > until:
             break
     left = list(reversed(waiting)) + [worker.name for worker in workers if worker.name is not None]
-    for worker in list(workers):
+    patience = time.monotonic() + 5
+    for worker in leaving:
+        worker.process.join(max(0.0, patience - time.monotonic()))
+    for worker in workers + leaving:
         worker.stop()
     return left
 

@@ -74,6 +74,7 @@ class ForwardConfig(Features):
     maximum: bool
     q_in_registers: bool
     draw_first: bool
+    skip: bool
 
     @property
     def block_q(self) -> int:
@@ -102,6 +103,7 @@ class BackwardConfig(Features):
     dq_first: bool
     draw_first: bool
     dq_stage: int
+    dq_parts: int
     o_stages: int
     pack: bool = False
 
@@ -123,7 +125,8 @@ class BackwardConfig(Features):
         stage = self.block_q * d * size + self.block_q * (16 if self.natural else 8)
         gradients = self.o_stages * self.block_q * dv * size
         scores = self.block_k * self.block_q * size * (3 if self.warps_q > 1 else 2)
-        return self.block_k * (d + dv) * size + self.stages * stage + gradients + scores + 512 * self.dq_stage * self.warps + 48
+        keys, warps = self.block_k * (d + dv) * size, (512 * self.dq_stage + 8) * self.warps
+        return keys + self.stages * stage + gradients + scores + warps + 64
 
 
 @dataclass(frozen=True)
@@ -235,17 +238,20 @@ def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, 
     if wide or old:
         return [((1, w, 32, s, False, 1), 1) for w in (4, 2, 1) for s in stages]
     if d > 128:
-        pair = [((2, 8, 64, 2, False, 2), 1), ((2, 4, 64, 1, False, 2), 1)]
+        pair = [((2, 4, 64, 1, False, 2), 2), ((2, 8, 64, 2, False, 2), 1), ((2, 4, 64, 1, False, 2), 1)]
         rest = [((1, 8, 64, 2, False, 1), 1), ((1, 4, 64, 1, False, 1), 1), ((1, 4, 32, 1, False, 1), 1)]
-        return (pair if padded(problem.head_dim_v) == 256 and not _elementwise(problem) else []) + rest
+        if _elementwise(problem) or problem.dropout_threshold > 0:
+            return [((1, 8, 32, 2, False, 1), 1), ((1, 4, 32, 1, False, 1), 1)]
+        return (pair if padded(problem.head_dim_v) == 256 else []) + rest
     if _elementwise(problem):
         return [((1, 4, 64, 2, False, 1), 2), ((1, 4, 64, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
     if d <= 64 and problem.dropout_threshold == 0:
         return [((2, 4, 128, 2, False, 1), 2), ((2, 4, 64, 2, True, 1), 2)]
     if d <= 64:
-        return [((2, 4, 64, 2, True, 1), 2)]
+        edges = problem.window != (None, None)
+        return ([((1, 4, 64, 2, False, 1), 4)] if edges else []) + [((2, 4, 64, 2, True, 1), 2)]
     if problem.dropout_threshold > 0:
-        return [((2, 4, 32, 2, False, 1), 2), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
+        return [((1, 4, 64, 1, False, 1), 3), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
     return [
         ((2, 4, 64, 2, False, 1), 2),
         ((2, 4, 64, 1, False, 1), 2),
@@ -268,6 +274,7 @@ def forward(
         "split": False,
         "warps_n": 1,
         "draw_first": True,
+        "skip": True,
         "maximum": problem.bias is not None or problem.alibi or problem.dtype == torch.float32,
     }
     if 64 < max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:
@@ -294,32 +301,35 @@ def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
     return 0
 
 
-_BackwardShape = tuple[int, int, int, int, int, int]  # m_tiles, warps_k, warps_q, block_q, stages, blocks an SM
+# m_tiles, warps_k, warps_q, block_q, stages, o_stages, blocks a multiprocessor should hold
+_BackwardShape = tuple[int, int, int, int, int, int, int]
 
 
-def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_BackwardShape, bool]]:
-    """Tile shapes by preference, and whether dQ leaves through shared memory (bulk additions, sm_90 and later)."""
+def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_BackwardShape, float]]:
+    """Tile shapes by preference, and which part of dQ is on its way through shared memory (sm_90 and later)."""
     d = max(padded(problem.head_dim), padded(problem.head_dim_v))
-    stages = (1,) if capability < 80 else (2, 1)
-    blocks = 1
+    bulk = capability >= 90
+    blocks, part = 1, 1.0 if bulk else 0.0
     if problem.dtype == torch.float32:
         shapes = [(1, 4, 2, 32), (1, 2, 2, 32)] if d <= 128 else [(1, 2, 4, 64), (1, 2, 2, 32), (1, 1, 2, 32)]
     elif d > 192:
-        shapes = [(1, 4, 2, 64) if _elementwise(problem) else (2, 2, 4, 64), (1, 2, 4, 32)]
+        part = 0.0
+        shapes = [(1, 4, 2, 32) if _elementwise(problem) else (2, 2, 4, 64), (1, 2, 4, 32)]
     elif d > 128:
-        shapes = [(1, 4, 2, 64), (1, 2, 2, 32)]
+        shapes = [(1, 4, 2, 32 if _elementwise(problem) else 64), (1, 2, 2, 32)]
     elif d > 64:
         shapes = [(2, 4, 2, 32 if _elementwise(problem) else 64), (1, 4, 2, 32), (1, 4, 1, 32)]
     elif _elementwise(problem):
         shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
     else:
         shapes, blocks = [(2, 4, 1, 32)], 2
-    found = [
-        ((*shape, n, blocks), staged)
-        for shape in shapes for staged in ((True, False) if capability >= 90 else (False,)) for n in stages
-    ]  # fmt: skip
+        part = 1.0 if bulk and problem.deterministic else 0.0
+    found: list[tuple[_BackwardShape, float]] = []
+    for shape in shapes:
+        for share in (part, 0.0) if part else (0.0,):
+            found += [((*shape, n, n, blocks), share) for n in ((1,) if capability < 80 else (2, 1))]
     if blocks > 1:
-        found += [((1, 4, 1, 32, n, 1), False) for n in stages]
+        found += [((1, 4, 1, 32, n, n, 1), 0.0) for n in ((1,) if capability < 80 else (2, 1))]
     return found
 
 
@@ -331,17 +341,18 @@ def backward(
         "bias_gradient": "bias" in problem.grads and not problem.deterministic,
         "deterministic": problem.deterministic,
         "dq_first": True,
+        "dq_parts": 1,
         "draw_first": False,
     }
-    names = ("m_tiles", "warps_k", "warps_q", "block_q", "stages")
+    names = ("m_tiles", "warps_k", "warps_q", "block_q", "stages", "o_stages")
     wanted = dict(shape or {})
     blocks = wanted.pop("min_blocks", None)
-    for (*values, count), staged in _backward_shapes(problem, target.capability):
+    for (*values, count), part in _backward_shapes(problem, target.capability):
         chosen = dict(zip(names, values, strict=True)) | wanted
         warps = chosen["warps_k"] * chosen["warps_q"]
         chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
-        chosen.setdefault("o_stages", chosen["stages"])
-        chosen.setdefault("dq_stage", chosen["block_q"] * padded(problem.head_dim) // (128 * warps) if staged else 0)
+        tiles = chosen["block_q"] * padded(problem.head_dim) // (128 * warps)  # m16n8 tiles of dQ, a warp
+        chosen.setdefault("dq_stage", int(tiles * part))
         config = BackwardConfig(**(common | chosen))
         if not config.dq_warps:
             continue

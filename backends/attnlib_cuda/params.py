@@ -88,7 +88,7 @@ BACKWARD = ParamsLayout(
     "dk_b,dk_j,dk_h,dv_b,dv_j,dv_h,dbias_b,dbias_h,dbias_i,dbias_j,row_tiles"
     + SEQUENCES
     + SIZES
-    + "i:tiles,key_tiles,section",
+    + "i:tiles,key_tiles,section,rotate",
 )
 DELTA = ParamsLayout(
     "DeltaParams",

@@ -256,6 +256,9 @@ class Sm80Plan:
         if c.deterministic:
             order = torch.zeros(slots * c.warps + 1, dtype=torch.int32, device=t.q.device)
             values |= {"order": order.data_ptr(), "ticket": order.data_ptr() + 4 * slots * c.warps}
+            # Blocks that wait for later ones must run together, whatever a few other streams do.
+            slots_at_once = self._info.sm_count * self._backward_blocks
+            values["rotate"] = int(4 * -(-problem.seqlen_k // c.block_k) <= slots_at_once)
         spec = config.backward_kernel(c, self._backward_blocks)
         self._launch(spec, params.BACKWARD, values, (k_tiles * units, 1, 1), c.shared_bytes, problem)
         if t.dq is not None:

@@ -18,7 +18,7 @@
 //
 // Row statistics come from delta.cuh, padded to whole tiles: (lse * log2 e, delta), or (m, log2 l, delta, 0) with a bias;
 // rows that are no queries or see nothing have +inf in front, which makes P zero.
-// deterministic: blocks take a ticket and add to a query tile in the order of their keys.
+// deterministic: blocks take a ticket and add to a query tile in a fixed order.
 #pragma once
 
 #include "product.cuh"
@@ -38,7 +38,7 @@ struct BackwardTile {
     static constexpr int head_dim = (Config::head_dim + 31) / 32 * 32, head_dim_v = (Config::head_dim_v + 31) / 32 * 32;
     static constexpr int CK = head_dim / warps_q / 8, CV = head_dim_v / warps_q / 8;   // n8 tiles of dK and dV
     static constexpr int dq_rows = Config::dq_warps, dq_columns = warps / dq_rows;      // how the warps share dQ
-    static constexpr int MQ = block_q / 16 / dq_rows, CQ = head_dim / 8 / dq_columns;
+    static constexpr int MQ = block_q / 16 / dq_rows, CQ = head_dim / 8 / dq_columns, C = CQ / Config::dq_parts;
     static constexpr int row_floats = Scorer<Config>::natural ? 4 : 2;
     static_assert((warps_q & (warps_q - 1)) == 0, "warps of the same keys take turns by xor");
     static_assert(N % 2 == 0 && CK % 2 == 0 && CV % 2 == 0 && CQ % 2 == 0, "fragments are loaded in pairs");
@@ -53,7 +53,8 @@ struct BackwardTile {
     static constexpr bool late = o_stages < stages;   // dO of a step is loaded in that step
     static constexpr int ds_at = o_at + o_stages * OTile::bytes, p_at = ds_at + 2 * STile::bytes;
     static constexpr int staged = Config::dq_stage;   // m16n8 tiles of dQ that a warp has on their way through shared memory
-    static constexpr int dq_at = p_at + (warps_q > 1 ? STile::bytes : 0), parked = dq_at + 512 * staged * warps, shared_bytes = parked + 48;
+    static constexpr int dq_at = p_at + (warps_q > 1 ? STile::bytes : 0), parked = dq_at + 512 * staged * warps, held_at = parked + 64, shared_bytes = held_at + 8 * warps;
+    static_assert(Config::dq_parts == 1 || (staged == 0 && !Config::deterministic && C % 2 == 0), "parts of dQ are added at different times");
     static_assert(staged == 0 || (Config::arch >= 90 && MQ * CQ % staged == 0), "bulk additions are of sm_90");
     static constexpr int dq_floats = block_q * head_dim;   // of one tile in the workspace
 };
@@ -161,8 +162,11 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     const int per_head = last - first, total = per_head * group;
     const int64_t tile0 = first_tile<Config>(p, b, block_q);
 
-    // Heads and query tiles in order. Blocks start at different tiles, so that they don't add to the same dQ at once.
-    const int start = !Config::deterministic && !Config::right && per_head > 0 ? first + tile % per_head : first;
+    // Heads and query tiles in order. Blocks start at different tiles, so that they don't add to the same dQ at once:
+    // deterministic ones `pace` tiles apart, if all blocks of the head are sure to run together.
+    const int key_tiles = (seq.kv_len + block_k - 1) / block_k;
+    const int pace = Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head / key_tiles : 0;
+    const int start = Config::deterministic ? first + tile * pace : !Config::right && per_head > 0 ? first + tile % per_head : first;
     struct Place { int head, tile, left; };
     const auto advance = [&](Place& at) {
         if (++at.tile == last) at.tile = first;
@@ -173,7 +177,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         }
     };
 
-    // What only the loads need waits in shared memory, not in registers.
+    // What only the loads and dQ need waits in shared memory, not in registers.
+    if (lane == 0) ptx::st_shared_b64(base + T::held_at + 8 * warp, 0);
     if (thread == 0) {
         ptx::st_shared_b64(base + T::parked, p.q + sizeof(element) * ((Config::packed ? 0 : b * p.q_b) + seq.q_row * p.q_i));
         ptx::st_shared_b64(base + T::parked + 8, p.dout + sizeof(element) * ((Config::packed ? 0 : b * p.do_b) + seq.q_row * p.do_i));
@@ -181,6 +186,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         ptx::st_shared_b64(base + T::parked + 24, p.dq_sum + 4 * tile0 * T::dq_floats);
         ptx::st_shared_v2(base + T::parked + 32, seq.q_len, static_cast<int>(window.offset));
         ptx::st_shared_v2(base + T::parked + 40, seq.kv_len, dropout_above(p.dropout_threshold));
+        if (Config::dropout) ptx::st_shared_b64(base + T::parked + 48, static_cast<uint64_t>(*address<const int64_t>(p.seed)));
+        ptx::st_shared_v2(base + T::parked + 56, pace, key_tiles);
     }
     __syncthreads();
     const auto load_queries = [&](const Place& at, int stage) {   // Q and the row statistics
@@ -220,38 +227,43 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     }
     const uint32_t k_lane = T::KTile::by_row(base + row0 * T::KTile::pitch, lane);
     const uint32_t v_lane = T::VTile::by_row(base + T::v_at + row0 * T::VTile::pitch, lane);
-    const uint64_t seed = Config::dropout ? static_cast<uint64_t>(*address<const int64_t>(p.seed)) : 0;
 
-    // dQ = dS K   [queries, head_dim], of the query tile `at`, whose dS lies in buffer `buffer`
-    int* held = nullptr;   // the turn that ends when this warp's last bulk addition has arrived
-    const auto add_queries = [&](const Place& at, int buffer) {
+    // Deterministic: the turn that ends when this warp's last bulk addition has arrived waits in shared memory (0: none).
+    const uint32_t held_at = base + T::held_at + 8 * warp;
+    const auto end_turn = [&] {
+        ptx::bulk_wait();
+        if (int* held = address<int>(ptx::ld_shared_b64(held_at))) ptx::red_release_add(held, 1);
+    };
+
+    // dQ = dS K   [queries, head_dim / dq_parts], of the query tile `at`, whose dS lies in buffer `buffer`
+    const auto add_queries = [&](const Place& at, int buffer, int part_of_columns) {
         int* turn = nullptr;
         int rank = 0, now = 0;
         if constexpr (Config::deterministic) {
-            // Key tiles add in a fixed order: ascending, or descending where the later keys get here first.
+            // Key tiles add in a fixed order: ascending; descending where the later keys get here first; with a pace, as
+            // they come by.
             const int i0 = at.tile * block_q, i1 = min(i0 + block_q, seq.q_len);
             const int lowest = clamp(window.key_begin(i0), 0, seq.kv_len) / block_k, highest = (static_cast<int>(window.key_end(i1 - 1)) - 1) / block_k;
-            rank = Config::right ? highest - tile : tile - lowest;
+            const int pace = ptx::ld_shared_b32(base + T::parked + 56), key_tiles = ptx::ld_shared_b32(base + T::parked + 60);
+            const int nearest = pace > 0 ? min(at.tile / pace, key_tiles - 1) : highest;
+            rank = pace > 0 ? nearest - tile + (tile > nearest ? key_tiles : 0) : Config::right ? highest - tile : tile - lowest;
             turn = address<int>(p.order) + (at.head * p.row_tiles + tile0 + at.tile) * T::warps + warp;   // a warp adds its own part
             now = ptx::ld_acquire(turn);
         }
-        float dq[T::MQ][T::CQ][4];
+        float dq[T::MQ][T::C][4];
         clear(dq);
         const int dq_row = warp % T::dq_rows, dq_column = warp / T::dq_rows;
         const uint32_t ds_by_k = T::STile::by_k(base + T::ds_at + buffer * T::STile::bytes, lane, true), k_by_k = T::KTile::by_k(base, lane, false);
-        accumulate<atom, T::MQ, T::CQ, block_k / atom::k, true>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
-            [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { T::KTile::template load_b_by_k<false>(b0, b1, k_by_k, k * atom::k, (dq_column * T::CQ + c) / 2, lane); });
+        accumulate<atom, T::MQ, T::C, block_k / atom::k, true>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
+            [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { T::KTile::template load_b_by_k<false>(b0, b1, k_by_k, k * atom::k, (dq_column * T::CQ + part_of_columns * T::C + c) / 2, lane); });
         float* sum = address<float>(ptx::ld_shared_b64(base + T::parked + 24)) + (at.head * p.row_tiles + at.tile) * T::dq_floats + warp * (T::dq_floats / T::warps);
         if constexpr (T::staged > 0) {
             const uint32_t area = base + T::dq_at + warp * (512 * T::staged);
 #pragma unroll
             for (int part = 0; part < T::MQ * T::CQ; part += T::staged) {
                 if (lane == 0) {
-                    if (!Config::deterministic) ptx::bulk_wait_read();
-                    else if (held != nullptr) {
-                        ptx::bulk_wait();
-                        if (part == 0) ptx::red_release_add(held, 1);
-                    }
+                    if (Config::deterministic && part == 0) end_turn();
+                    else ptx::bulk_wait_read();
                 }
                 __syncwarp();
 #pragma unroll
@@ -268,7 +280,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                     ptx::bulk_commit();
                 }
             }
-            held = turn;
+            if (Config::deterministic && lane == 0) ptx::st_shared_b64(held_at, reinterpret_cast<uint64_t>(turn));
         } else {
             if constexpr (Config::deterministic) {
                 while (now != rank) now = ptx::ld_acquire(turn);
@@ -277,8 +289,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
 #pragma unroll
             for (int m = 0; m < T::MQ; ++m)
 #pragma unroll
-                for (int c = 0; c < T::CQ; ++c) {
-                    float* run = sum + (m * T::CQ + c) * 128;
+                for (int c = 0; c < T::C; ++c) {
+                    float* run = sum + (m * T::CQ + part_of_columns * T::C + c) * 128;
                     if constexpr (Config::arch >= 90) ptx::red_add_f32x4(run + 4 * lane, dq[m][c][0], dq[m][c][1], dq[m][c][2], dq[m][c][3]);
                     else
 #pragma unroll
@@ -292,6 +304,11 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         }
     };
 
+    const auto add_all = [&](const Place& at, int buffer) {
+#pragma unroll
+        for (int part = 0; part < Config::dq_parts; ++part) add_queries(at, buffer, part);
+    };
+
     // ---- main loop
     Place current{Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, next = current, previous = current;
     bool pending = false;   // a dQ waits to be computed
@@ -303,7 +320,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             __syncthreads();
             load_ahead(current, 0);
             commit<Config>();
-            if (pending) add_queries(previous, buffer ^ 1);   // hides the load
+            if (pending) add_all(previous, buffer ^ 1);   // hides the load
             pending = false;
         }
         wait<Config, 0>();
@@ -319,8 +336,11 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         const int state = Config::block_mask ? scorer.block_state(i0, i1, j0, j1) : 1;
         const bool live = Config::deterministic || state >= 0;
         if (Config::dq_first || (Config::block_mask && !live)) {
-            if (pending) add_queries(previous, buffer ^ 1);
-            pending = false;
+            if (pending) {
+                if (Config::dq_parts == 1 || !live) add_all(previous, buffer ^ 1);
+                else add_queries(previous, buffer ^ 1, 0);
+            }
+            if (Config::dq_parts == 1 || !live) pending = false;
         }
         if (!live) {
             if (T::stages > 1 && step + 1 < total) load_ahead(next, stage ^ 1);
@@ -337,7 +357,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         clear(s);
         clear(dp);
         DropoutWords<Config, true, M, N> random;
-        if (Config::draw_first) random.draw(seed, b, head, j0 + row0, i0 + column0, lane);
+        if (Config::draw_first) random.draw(ptx::ld_shared_b64(base + T::parked + 48), b, head, j0 + row0, i0 + column0, lane);
         {
             const uint32_t q_lane = T::QTile::by_chunk(q_at + column0 * T::QTile::pitch, lane);
             const uint32_t o_lane = T::OTile::by_chunk(o_at + column0 * T::OTile::pitch, lane);
@@ -374,6 +394,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             const Edges<Config> edges(p, i0 + (Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
                 Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);   // whichever spills less
             if (edges.cross(j0, j0 + block_k)) edges.hide_transposed(s, j0 + row0, column0, lane);
+            if constexpr (Config::dq_parts == 2)
+                if (pending) add_queries(previous, buffer ^ 1, 1);
             if constexpr (T::late) {
                 wait<Config, 0>();
                 __syncthreads();
@@ -384,7 +406,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
 
         if (T::stages > 1 && step + 1 < total) load_ahead(next, stage ^ 1);
         commit<Config>();
-        if (!Config::dq_first && pending) add_queries(previous, buffer ^ 1);
+        if (!Config::dq_first && pending) add_all(previous, buffer ^ 1);
 
         // P = exp(s - m) / l (negative where dropped) and dS = P (keep dP - delta)
 #pragma unroll
@@ -393,10 +415,17 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             for (int n = 0; n < N; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[m][n][e] = ptx::ex2_approx(s[m][n][e]);
-        if (!Config::draw_first) random.draw(seed, b, head, j0 + row0, i0 + column0, lane);
+        if (!Config::draw_first) random.draw(ptx::ld_shared_b64(base + T::parked + 48), b, head, j0 + row0, i0 + column0, lane);
         if constexpr (Config::dropout)
 #pragma unroll
             for (int m = 0; m < M; m += random.pairs) random.apply(s, m, base + T::parked + 44, j0 + row0, lane, [](float x) { return -x; });
+        if constexpr (Config::dropout && !Scorer<Config>::natural)   // read again: the words took their registers
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const uint4 pair = ptx::ld_shared_v4(rows + 8 * n * 8);
+                delta[n][0] = __uint_as_float(pair.y);
+                delta[n][1] = __uint_as_float(pair.w);
+            }
 #pragma unroll
         for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -467,13 +496,10 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     }
     if (pending) {
         __syncthreads();
-        add_queries(previous, (total - 1) & 1);
+        add_all(previous, (total - 1) & 1);
     }
     if constexpr (T::staged > 0)
-        if (lane == 0) {
-            ptx::bulk_wait();
-            if (Config::deterministic && held != nullptr) ptx::red_release_add(held, 1);
-        }
+        if (lane == 0) end_turn();
 
     // ---- epilogue
     wait<Config, 0>();

@@ -42,7 +42,7 @@ struct ForwardTile {
     static constexpr int steps = head_dim / atom::k, key_steps = keys / atom::k;
     static_assert(warps_n == 1 || (!atom::wide && columns * atom::bytes % VTile::group == 0), "a warp's columns are whole groups of chunks");
     static constexpr bool keep_q = Config::q_in_registers;
-    static constexpr bool skips = (Config::left || Config::right) && block_k < block_q;   // a tile with an edge may hide all from a warp
+    static constexpr bool skips = Config::skip && (Config::left || Config::right) && block_k < block_q;   // a tile with an edge may hide all from a warp
     static_assert(keys % 32 == 0, "dropout and 32-byte steps");
 
     typename atom::A q[keep_q ? M : 1][keep_q ? steps : 1];
@@ -283,10 +283,9 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         } else {
             load_tile<Config, typename T::QTile, threads, Config::head_dim>(base, Rows<Config>{q, p.q_i}, 0, 0, max(i1 - i0, 0), thread);
         }
-        if (current >= first) {
-            load_keys(current, 0);
-            if constexpr (Config::stages > 1) load_values(current, 0);
-        }
+        if (current >= first) load_keys(current, 0);
+        if constexpr (Config::stages == 1) commit<Config>();   // the first product needs no values
+        if (current >= first) load_values(current, 0);
         commit<Config>();
     }
 
@@ -304,6 +303,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
 
     // ---- main loop
     bool fresh = true;      // this warp has seen no key
+    const int top = current;
     int stage = 0;
     if constexpr (T::keep_q) {
         wait<Config, 0>();
@@ -313,10 +313,12 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
 #pragma unroll 1
     while (current >= first) {
         const int next = tiles.previous(current - 1, first);
-        wait<Config, 0>();
+        if (Config::stages == 1 && current == top) wait<Config, 1>();
+        else wait<Config, 0>();
         __syncthreads();
-        if constexpr (Config::stages == 1) load_values(current, 0);
-        else if (next >= first) {
+        if constexpr (Config::stages == 1) {
+            if (current != top) load_values(current, 0);
+        } else if (next >= first) {
             load_keys(next, stage ^ 1);
             load_values(next, stage ^ 1);
         }

@@ -49,9 +49,9 @@ struct BackwardParams {
     int32_t batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, window_left, window_right, new_tokens;
     int32_t block_rows, block_columns, page_size, dropout_threshold;
     float scale, softcap, keep_scale;
-    int32_t tiles, key_tiles, section;
+    int32_t tiles, key_tiles, section, rotate;
 };
-static_assert(sizeof(BackwardParams) == 560, "params.py and params.cuh differ");
+static_assert(sizeof(BackwardParams) == 568, "params.py and params.cuh differ");
 
 struct DeltaParams {
     uint64_t out, dout, lse, stats, dlse, rows, dq_sum, q_lens, cu_q;

@@ -202,6 +202,9 @@ struct Scorer {
     // x -> s for a whole tile. group: rows a query has (grouped heads share a tile in decode).
     template <bool transposed, int M, int N>
     __device__ __forceinline__ void apply(float (&x)[M][N][4], int slow0, int fast0, int lane, bool check_blocks, int group = 1) const {
+        Scorer now = *this;   // offsets of bias and mask are computed anew for each tile: kept, they would fill registers
+        if constexpr (Config::has_bias) now.bias_i = ptx::opaque(bias_i), now.bias_j = ptx::opaque(bias_j);
+        if constexpr (Config::mask) now.mask_i = ptx::opaque(mask_i), now.mask_j = ptx::opaque(mask_j);
         if constexpr (!raw)
 #pragma unroll
         for (int m = 0; m < M; ++m)
@@ -211,7 +214,7 @@ struct Scorer {
                 for (int e = 0; e < 4; ++e) {
                     const int slow = slow0 + 16 * m + (lane >> 2) + 8 * (e >> 1), fast = fast0 + 8 * n + 2 * (lane & 3) + (e & 1);
                     const int query = transposed ? fast : Config::pack ? slow / group : slow;
-                    x[m][n][e] = one<transposed>(x[m][n][e], query, transposed ? slow : fast, check_blocks);
+                    x[m][n][e] = now.template one<transposed>(x[m][n][e], query, transposed ? slow : fast, check_blocks);
                 }
     }
 

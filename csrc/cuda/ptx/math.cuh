@@ -80,6 +80,12 @@ __device__ __forceinline__ int opaque_block() {
     return x;
 }
 
+// The same value, of which the compiler knows nothing: nothing computed from it is kept from one loop step to the next.
+__device__ __forceinline__ int64_t opaque(int64_t x) {
+    asm volatile("" : "+l"(x));
+    return x;
+}
+
 // Both halves of a product, without the copy that a shift of a 64-bit register leaves behind.
 __device__ __forceinline__ void mul_wide(uint32_t& low, uint32_t& high, uint32_t a, uint32_t b) {
     asm("{ .reg .b64 t; mul.wide.u32 t, %2, %3; mov.b64 {%0, %1}, t; }" : "=r"(low), "=r"(high) : "r"(a), "r"(b));

@@ -1,0 +1,97 @@
+"""ci/gpu without a GPU: its steps, and what it makes of their reports."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    """ci/gpu as a module."""
+    loader = importlib.machinery.SourceFileLoader("ci_gpu", str(ROOT / "ci" / "gpu"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module
+    loader.exec_module(module)
+    return module
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(ROOT / "ci" / "gpu"), *arguments], capture_output=True, text=True)
+
+
+def test_lists_its_steps() -> None:
+    out = run("--list", "--cache", "some/cache", "--time-limit", "100").stdout
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == ["build", "conformance", "tests", "mutants", "memcheck", "racecheck", "initcheck"]
+    assert "--time-limit 95" in out and "attnlib.conformance.exercise" in out
+    assert [line.split()[0] for line in run("--list", "--only", "tests,build").stdout.splitlines()] == [
+        "build",
+        "tests",
+    ]
+    assert "no step named nothing" in run("--only", "nothing").stderr
+
+
+def test_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    found = run("--only", "tests", "--here", "--folder", str(tmp_path))
+    assert found.returncode == 1 and "torch sees no GPU here" in found.stderr
+
+
+def test_summary_of_a_conformance_report(gpu: ModuleType) -> None:
+    def check(name: str, outcome: str, *refusals: str) -> dict[str, object]:
+        return {"name": name, "outcome": outcome, "message": f"about {name}", "refusals": list(refusals)}
+
+    checks = [check("a", "passed"), check("b", "refused", "x"), check("c", "refused", "x", "x"), check("d", "failed")]
+    report = {"checks": checks, "level": "full", "shard": None, "family": "sm_80", "seconds": 1.234, "jobs": 2,
+              "not_run": ["e"]}  # fmt: skip
+    found = gpu._checks(report)
+    assert (found["passed"], found["refused"], found["failed"], found["not_run"]) == (1, 2, 1, ["e"])
+    assert found["refusals"] == {"x": 2} and found["failures"] == [{"name": "d", "message": "about d"}]
+    assert gpu._checks(None) is None
+
+
+def test_summary_of_the_tests_and_the_sanitizer(gpu: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"><testcase name="a"/>'
+        '<testcase name="b"><failure message="boom"/></testcase></testsuite></testsuites>'
+    )
+    found = gpu._tests(tmp_path / "tests.xml")
+    assert (found["tests"], found["failures"], found["skipped"]) == (3, 1, 1)
+    assert found["failed"] == [{"name": "b", "message": "boom"}]
+    assert gpu._tests(tmp_path / "absent.xml") is None
+    (tmp_path / "memcheck.log").write_text("========= X\n========= ERROR SUMMARY: 0 errors\n")
+    (tmp_path / "racecheck.log").write_text("========= X\n")
+    assert gpu._sanitizer(tmp_path) == {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "no summary"}
+
+
+def test_environment_of_the_steps_leaves_the_tree_out(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'backends'}:/some/site")
+    assert gpu.clean(A="b")["PYTHONPATH"] == "/some/site" and gpu.clean(A="b")["A"] == "b"
+
+
+def test_result_names_machine_and_commit(gpu: ModuleType, tmp_path: Path) -> None:
+    import argparse
+
+    (tmp_path / "tests.xml").write_text("left by another run")
+    cut = {"only": "conformance", "skip": None, "shard": None, "time_limit": None, "level": "full"}
+    path = gpu.write(argparse.Namespace(backend="cuda", output=None, **cut), tmp_path, [])
+    assert path.parent == tmp_path  # not among the kept results
+    path = gpu.write(argparse.Namespace(backend="cuda:sm_80", output=str(tmp_path / "out"), **cut), tmp_path, [])
+    assert path.name == "gpu-cuda-sm_80.json"
+    value = json.loads(path.read_text())
+    assert value["commit"] and value["machine"]["cpu"] and value["conformance"] is None and value["steps"] == []
