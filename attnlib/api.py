@@ -9,9 +9,9 @@ import torch
 
 from . import dispatch, ops, run
 from . import vmap as _vmap  # noqa: F401  registers itself
-from .arguments import check_devices, check_types
+from .arguments import check_devices
 from .calls import BlockMask, autocast, blocks_of, head_dim_of, length_hint, scalars_of, seed_tensor
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, AttnlibError
 from .operands import Operands
 from .options import Options
 
@@ -260,8 +260,9 @@ def _run(
 ) -> Result:
     try:
         out, lse = _attend(operands, options, block_mask, longest_q, longest_k, backend, cache)
-    except AttributeError:
-        check_types(operands)  # says what was no tensor
+    except (AttributeError, RuntimeError) as error:
+        if not isinstance(error, AttnlibError) and not torch.compiler.is_compiling():
+            check_devices(operands)  # says what is no tensor, or no dense one
         raise
     return (out, lse) if return_lse else out
 
@@ -282,6 +283,9 @@ def _attend(
     scalars = scalars_of(operands, options, block_mask, longest_q, longest_k)
     if operands.k_new is not None:
         check_devices(operands)
+        for name, written in (("k_cache", operands.k), ("v_cache", operands.v)):
+            if written.is_neg():
+                raise ArgumentError(f"{name}: needs plain memory to be written, got a negative view (see resolve_neg)")
         return ops.append_forward_op(operands.k_new, operands.v_new, operands.new_lens, *operands[:14], *scalars, spec)
     if "reference" in spec and not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
         direct = run.run_reference(operands, scalars, spec)

@@ -92,8 +92,6 @@ def check(operands: Operands, scalars: Scalars) -> AttentionProblem:
         for name, value in (("scale", scalars.scale), ("softcap", scalars.softcap)):
             if abs(value) > _FLOAT32_MAX or 0 < abs(value) < _FLOAT32_TINY:
                 raise ArgumentError(f"{name}: needs a number that float32 holds as normal, got {value!r}")
-    if operands.k_new is not None:
-        _check_growing(operands)
     # what lies past seqlen_q + seqlen_k changes nothing, and kernels add it to positions
     left, right = (min(end, seqlen_q + seqlen_k) for end in (scalars.left, scalars.right))
     return AttentionProblem(
@@ -159,17 +157,44 @@ def _check_dtypes(operands: Operands) -> None:
             raise ArgumentTypeError(f"{name}: needs {_name(q.dtype)}, as q has, got {_name(tensor.dtype)}")
 
 
-def _check_growing(operands: Operands) -> None:
-    """A cache that is written must hold each of its elements once."""
-    for name in ("k", "v"):
-        cache = getattr(operands, name)
-        if any(stride == 0 and size > 1 for stride, size in zip(cache.stride(), cache.shape)):
-            raise ArgumentError(
-                f"{name}_cache: needs memory of its own for every element when k_new is given, got strides "
-                f"{list(cache.stride())}"
-            )
-    if operands.k.numel() and operands.v.numel() and operands.k.data_ptr() == operands.v.data_ptr():
-        raise ArgumentError("k_cache, v_cache: need memory of their own when k_new is given, got the same address")
+def check_growing(operands: Operands) -> Operands:
+    """A cache that is written must hold each element once; new tokens that lie in a cache are copied first."""
+    k, v = operands.k, operands.v
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        reach = 0
+        for stride, size in sorted(zip(cache.stride(), cache.shape)):
+            if size > 1 and stride <= reach and cache.numel():
+                raise ArgumentError(
+                    f"{name}: needs memory of its own for every element when k_new is given, got shape "
+                    f"{_shape(cache)} with strides {list(cache.stride())}"
+                )
+            reach += stride * (size - 1)
+    if k.numel() and v.numel() and _overlap((v.data_ptr() - k.data_ptr()) // k.element_size(), k, v):
+        raise ArgumentError("k_cache, v_cache: need memory of their own when k_new is given, got views that overlap")
+    homes = {k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr()}
+    fresh = [
+        new if new is None or new.untyped_storage().data_ptr() not in homes else new.clone()
+        for new in (operands.k_new, operands.v_new)
+    ]
+    return operands._replace(k_new=fresh[0], v_new=fresh[1])
+
+
+def _overlap(distance: int, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two views of the same strides, right starting distance elements behind left, share an element."""
+    if left.stride() != right.stride():
+        return distance == 0
+    dims = sorted(zip(left.stride(), left.shape, right.shape), reverse=True)
+
+    def meets(rest: int, depth: int) -> bool:
+        if depth == len(dims):
+            return rest == 0
+        stride, n, m = dims[depth]
+        if stride == 0:
+            return meets(rest, depth + 1)
+        steps = {rest // stride, rest // stride + 1}
+        return any(-m < step < n and meets(rest - step * stride, depth + 1) for step in steps)
+
+    return meets(distance, 0)
 
 
 def _check_heads(num_heads_q: int, num_heads_kv: int) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .backend import Refusal
     from .dispatch import Decision
 
-OK, NO, USAGE = 0, 1, 2
+OK, NO, USAGE, NOT_HERE = 0, 1, 2, 3  # NOT_HERE: the backend cannot run on this machine, nothing was checked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -384,6 +384,10 @@ def _check(options: argparse.Namespace) -> int:
 
     from .conformance import run_check
 
+    reasons = _unusable(options.backend, options.device)
+    if reasons:
+        print(f"{options.backend} cannot run here: " + "; ".join(reasons), file=sys.stderr)
+        return NOT_HERE
     if options.report:
         Path(options.report).parent.mkdir(parents=True, exist_ok=True)
     report = run_check(
@@ -405,6 +409,26 @@ def _check(options: argparse.Namespace) -> int:
             print(f"report: {options.report}")
     # Nothing passed and nothing failed: everything was refused, which is no proof of anything.
     return OK if report["passed"] and not report["failed"] else NO
+
+
+def _unusable(backend: str, device: str | None) -> list[str]:
+    """Why a known backend runs on no device of this machine (or not on the one asked for); empty if it does."""
+    import torch
+
+    from .inspection import backends
+
+    name = backend.split(":")[0].strip().lower()
+    present = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    if device is not None and device.split(":")[0] == "cuda" and len(present) == 1:
+        return [f"device: needs {device}, got a machine or a torch build without CUDA"]
+    reasons: list[str] = []
+    for place in [device] if device is not None else present:
+        for info in backends(place):
+            if info.name == name:
+                if not info.unusable:
+                    return []
+                reasons += [str(reason) for reason in info.unusable if str(reason) not in reasons]
+    return reasons
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -118,6 +118,9 @@ _configs: dict[str, Mapping[str, Any]] = {}
 def use_backend(*names: str) -> Iterator[None]:
     """Run every attention call of this thread inside the with block on the named backends, in order of preference.
 
+    What is in force belongs to the thread: tasks of one asyncio loop share it. (torch.compile traces a thread-local,
+    and would break its graph at a ContextVar.)
+
     Args:
         names: backend names ("cpu"), or families ("cpu:avx2"), best first.
 

@@ -7,11 +7,13 @@ nothing watches skip the dispatcher, which costs more than a small problem's ker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from . import dispatch
 from .arguments import check_devices
@@ -134,6 +136,17 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+@contextlib.contextmanager
+def _below() -> Iterator[None]:
+    """Below this level of autograd. Under torch.func, levels further out still record: a Function switches that off."""
+    if not torch._C._are_functorch_transforms_active():
+        with torch._C._AutoDispatchBelowAutograd():
+            yield
+        return
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+        yield
+
+
 def _forward_autograd(*args: Any) -> Any:
     """forward at the autograd level: what needs a gradient is asked here, since transforms hide it further up."""
     needed = _needed(args)
@@ -146,7 +159,8 @@ def _forward_autograd(*args: Any) -> Any:
 
 
 def _backward_autograd(*args: Any) -> Any:
-    if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+    watched = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    if watched or _has_tangents():
         return _apply(AttentionBackward, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return backward_op(*args)
@@ -159,7 +173,9 @@ def _append_forward_autograd(*args: Any) -> Any:
     if _has_tangents() and any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedError("attention_kvcache has no forward-mode derivative, got an operand with a tangent")
     with torch._C._AutoDispatchBelowAutograd():
-        return append_forward_op(*args)
+        result = append_forward_op(*args)
+    torch.autograd.graph.increment_version((args[4], args[5]))  # k and v were written
+    return result
 
 
 for _name, _kernel in (
@@ -175,7 +191,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below():
             return forward_op(*args)
 
     @staticmethod
@@ -203,7 +219,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below():
             return backward_op(*args)
 
     @staticmethod
@@ -212,6 +228,10 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError("attention is differentiable once; backend='reference' gives second derivatives")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise UnsupportedError("attention is differentiable once; backend='reference' gives second derivatives")
 
 
@@ -246,17 +266,26 @@ _plain_apply = super(torch.autograd.Function, PlainAttention).apply
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
+def _in_memory(tensor: torch.Tensor | None) -> bool:
+    """Whether the address holds the values: no negative view and no symbolic zero, which the dispatcher resolves."""
+    return tensor is None or not (tensor.is_neg() or tensor._is_zerotensor())
+
+
 def outside_transforms(operands: Sequence[Any]) -> bool:
     """Whether nothing watches this call: no compiler, transform, dispatch mode, tracer, profiler or subclass."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()
-        or _has_tangents()
-    ) and PLAIN.issuperset(map(type, operands))
+    return (
+        not (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._len_torch_function_stack()
+            or torch._C._get_tracing_state() is not None
+            or torch.autograd._profiler_enabled()
+            or _has_tangents()
+        )
+        and PLAIN.issuperset(map(type, operands))
+        and all(map(_in_memory, operands))
+    )
 
 
 def call(operands: Operands, scalars: Scalars, spec: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -125,7 +125,7 @@ def _rounded(s: torch.Tensor) -> torch.Tensor:
     """s to float32 and back, with the gradient passed straight through."""
     fixed = s.detach()
     near = fixed.float().double()
-    return torch.where(torch.isinf(near), near, s + (near - fixed))
+    return torch.where(torch.isfinite(fixed), s + (near - fixed), s)
 
 
 def _part(x: torch.Tensor, group: Sequence[Extent]) -> torch.Tensor:

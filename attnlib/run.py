@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import dispatch, registry, settings, settle
-from .arguments import bind, check
+from .arguments import bind, check, check_growing
 from .backend import Plan
 from .memory import allocate, poison
 from .operands import Operands, Scalars
@@ -27,7 +27,8 @@ def prepare(operands: Operands, scalars: Scalars, spec: str) -> tuple[AttentionP
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        *[None if t is None else (t.shape, t.dtype, t.device) for t in operands[3:]],
+        *[None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in operands[3:]],
+        *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in operands[14:16]],
         scalars, spec, registry.generation,
     )  # fmt: skip
     found = dispatch.ready.get(key)
@@ -83,6 +84,8 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, str]:
     """out, lse, stats (None where backward does not need them) and the full name of what ran."""
     problem, plan, name = prepare(operands, scalars, spec)
+    if operands.k_new is not None:
+        operands = check_growing(operands)
     tensors = bind(operands, problem)
     q = tensors.q
     if problem.head_dim_v == problem.head_dim:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .errors import ArgumentError
 from .operands import Operands
 from .ops import backward_op, forward_op, library, split
 
@@ -24,6 +25,8 @@ def _vmap(op: Callable[..., Any], first: int, info: Any, in_dims: tuple[Any, ...
 
     Folding would renumber the sequences that dropout counts, and mix gradients that are sums over the batch.
     """
+    if info.batch_size == 0:
+        raise ArgumentError("vmap: needs at least one slice, got a dimension of size 0")
     operands, scalars, _ = split(args[first:])
     dims = dict(zip(Operands._fields, in_dims[first:]))
     mixes = first and scalars.grads >> 3

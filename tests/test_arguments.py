@@ -324,3 +324,46 @@ def test_no_values_still_have_an_lse():
     assert torch.allclose(lse, attend(Q, K, V, return_lse=True)[1])
     (dq,) = torch.autograd.grad(lse.sum(), q)
     assert dq.abs().max() > 0
+
+
+def test_what_the_key_of_a_call_does_not_hold_is_checked_every_time():
+    q, new = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
+    lens = torch.tensor([3, 4])
+
+    def run(k, v, k_new=new):
+        return attnlib.attention_kvcache(q, k, v, lens, k_new=k_new, v_new=new, backend="reference")
+
+    a = torch.zeros(2, 8, 2, 8)
+    run(a.clone(), a.clone())
+    with pytest.raises(ValueError, match="need memory of their own"):
+        run(a, a)
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    attend(Q, K, V, mask=mask)
+    with pytest.raises(TypeError, match="mask: needs a dense"):
+        attend(Q, K, V, mask=mask.to_sparse())
+
+
+def test_caches_may_be_interleaved_but_not_overlap():
+    q, new, lens = torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4), torch.tensor([2])
+
+    def run(k, v, k_new=new):
+        return attnlib.attention_kvcache(q, k, v, lens, k_new=k_new, v_new=2 * new, backend="reference")
+
+    both = torch.zeros(1, 8, 2, 1, 4)
+    run(both[:, :, 0], both[:, :, 1])
+    assert both[0, 2].flatten().tolist() == [1.0] * 4 + [2.0] * 4
+    wide = torch.zeros(1, 8, 1, 12)
+    run(wide[..., :4], wide[..., 4:8])
+    with pytest.raises(ValueError, match="got views that overlap"):
+        run(wide[..., :4], wide[..., 3:7])
+    with pytest.raises(ValueError, match="k_cache: needs memory of its own for every element"):
+        run(torch.zeros(64).as_strided((1, 8, 1, 4), (32, 2, 4, 1)), wide[..., :4])
+
+
+def test_new_tokens_that_lie_in_the_cache_are_read_first():
+    cache = torch.arange(32.0).reshape(1, 8, 1, 4)
+    k, v, other = cache.clone(), cache.clone(), cache.clone()
+    q, lens = torch.ones(1, 1, 1, 4), torch.tensor([3])
+    attnlib.attention_kvcache(q, k, v, lens, k_new=k[:, 2:5], v_new=v[:, 2:5], backend="reference")
+    other[:, 3:6] = cache[:, 2:5]
+    assert torch.equal(k, other) and torch.equal(v, other)

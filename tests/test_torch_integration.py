@@ -443,3 +443,69 @@ def test_AB_061_loss_on_lse_alone():
     for a, b in zip(got, expected):
         assert torch.allclose(a, b)
     assert got[0].abs().max() > 0 and got[2].abs().max() == 0
+
+
+# --- transforms inside transforms -----------------------------------------------------------------------------------
+
+SECOND = {
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,))[1],
+    "grad of grad": lambda f, x: torch.func.grad(lambda a: torch.func.grad(f)(a).sum())(x),
+    "grad through grad": lambda f, x: torch.func.grad(lambda a: f(a - 0.1 * torch.func.grad(f)(a)))(x),
+    "jacrev of grad": lambda f, x: torch.func.jacrev(torch.func.grad(f))(x),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_under_transforms_raise(name):
+    q, k, v = inputs(grad=False, dtype=torch.float64)
+    with pytest.raises(attnlib.UnsupportedError, match="reference"):
+        SECOND[name](lambda a: attend(a, k, v).square().sum(), q)
+    found = SECOND[name](lambda a: attnlib.attention(a, k, v, backend="reference").square().sum(), q)
+    assert found.abs().max() > 0
+
+
+FIRST = {
+    "value of vjp": lambda at, q, k, v, w: torch.func.vjp(lambda a: at(a * w, k, v), q)[0],
+    "tangent of a factor": lambda at, q, k, v, w: torch.func.jvp(
+        lambda s: s * at(q * w, k, v), (torch.ones((), dtype=q.dtype),), (torch.ones((), dtype=q.dtype),)
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_first_derivatives_reach_out_of_a_transform(name):
+    q, k, v = inputs(grad=False, dtype=torch.float64)
+    w = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    (got,) = torch.autograd.grad(FIRST[name](attend, q, k, v, w).sum(), w)
+    (expected,) = torch.autograd.grad(attend(q * w, k, v).sum(), w)
+    assert torch.allclose(got, expected)
+
+
+# --- views that are no plain memory ---------------------------------------------------------------------------------
+
+
+def test_negative_views_and_symbolic_zeros():
+    q, k, v = inputs(grad=False)
+    bias, slopes = torch.randn(5, 7), torch.rand(4)
+    expected = attend(q, k, v, bias=bias, alibi_slopes=slopes)
+    for change in ({"bias": torch._neg_view(-bias)}, {"alibi_slopes": torch._neg_view(-slopes)}):
+        assert torch.equal(attend(q, k, v, **({"bias": bias, "alibi_slopes": slopes} | change)), expected)
+    assert torch.equal(attend(torch._neg_view(-q), k, v, bias=bias, alibi_slopes=slopes), expected)
+    leaf = q.clone().requires_grad_()
+    out = attend(leaf, k, v)
+    dout = torch.randn_like(out)
+    (expected_dq,) = torch.autograd.grad(out, leaf, dout, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(out, leaf, torch._neg_view(-dout), retain_graph=True)[0], expected_dq)
+    assert not torch.autograd.grad(out, leaf, torch._efficientzerotensor(out.shape))[0].any()
+
+
+def test_append_bumps_the_version_of_a_cache():
+    k_cache, v_cache = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4)
+    w = torch.ones(4, requires_grad=True)
+    loss = (k_cache * w).sum()
+    new, lens = torch.ones(1, 1, 1, 4), torch.tensor([0], dtype=torch.int32)
+    with torch.no_grad():
+        attnlib.attention_kvcache(new, k_cache, v_cache, lens, k_new=new, v_new=new, backend=NAME)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

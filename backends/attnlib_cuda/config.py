@@ -74,7 +74,6 @@ class ForwardConfig(Features):
     maximum: bool
     q_in_registers: bool
     draw_first: bool
-    skip: bool
 
     @property
     def block_q(self) -> int:
@@ -274,7 +273,6 @@ def forward(
         "split": False,
         "warps_n": 1,
         "draw_first": True,
-        "skip": True,
         "maximum": problem.bias is not None or problem.alibi or problem.dtype == torch.float32,
     }
     if 64 < max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:
@@ -341,7 +339,6 @@ def backward(
         "bias_gradient": "bias" in problem.grads and not problem.deterministic,
         "deterministic": problem.deterministic,
         "dq_first": True,
-        "dq_parts": 1,
         "draw_first": False,
     }
     names = ("m_tiles", "warps_k", "warps_q", "block_q", "stages", "o_stages")
@@ -353,6 +350,8 @@ def backward(
         chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
         tiles = chosen["block_q"] * padded(problem.head_dim) // (128 * warps)  # m16n8 tiles of dQ, a warp
         chosen.setdefault("dq_stage", int(tiles * part))
+        halves = tiles > 8 and not chosen["dq_stage"] and not problem.deterministic
+        chosen.setdefault("dq_parts", 2 if halves else 1)
         config = BackwardConfig(**(common | chosen))
         if not config.dq_warps:
             continue

@@ -115,10 +115,11 @@ __device__ __forceinline__ void query_gradient_kernel(const QueryGradientParams&
 #pragma unroll
             for (int e = 0; e < 4; ++e) run4.x[e] = from_float<Config>(x[e] * p.scale);
             *reinterpret_cast<Run*>(to) = run4;
-        } else
+        } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 if (column + e < Config::head_dim) to[e] = from_float<Config>(x[e] * p.scale);
+        }
     }
 }
 

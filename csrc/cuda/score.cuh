@@ -205,29 +205,31 @@ struct Scorer {
         Scorer now = *this;   // offsets of bias and mask are computed anew for each tile: kept, they would fill registers
         if constexpr (Config::has_bias) now.bias_i = ptx::opaque(bias_i), now.bias_j = ptx::opaque(bias_j);
         if constexpr (Config::mask) now.mask_i = ptx::opaque(mask_i), now.mask_j = ptx::opaque(mask_j);
-        if constexpr (!raw)
+        if constexpr (!raw) {
 #pragma unroll
-        for (int m = 0; m < M; ++m)
+            for (int m = 0; m < M; ++m)
 #pragma unroll
-            for (int n = 0; n < N; ++n)
+                for (int n = 0; n < N; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int slow = slow0 + 16 * m + (lane >> 2) + 8 * (e >> 1), fast = fast0 + 8 * n + 2 * (lane & 3) + (e & 1);
-                    const int query = transposed ? fast : Config::pack ? slow / group : slow;
-                    x[m][n][e] = now.template one<transposed>(x[m][n][e], query, transposed ? slow : fast, check_blocks);
-                }
+                    for (int e = 0; e < 4; ++e) {
+                        const int slow = slow0 + 16 * m + (lane >> 2) + 8 * (e >> 1), fast = fast0 + 8 * n + 2 * (lane & 3) + (e & 1);
+                        const int query = transposed ? fast : Config::pack ? slow / group : slow;
+                        x[m][n][e] = now.template one<transposed>(x[m][n][e], query, transposed ? slow : fast, check_blocks);
+                    }
+        }
     }
 
     // raw scores, where the exponent's FMA does not scale them
     template <int M, int N>
     __device__ __forceinline__ void scale_raw(float (&x)[M][N][4]) const {
-        if constexpr (raw)
+        if constexpr (raw) {
 #pragma unroll
             for (int m = 0; m < M; ++m)
 #pragma unroll
                 for (int n = 0; n < N; ++n)
 #pragma unroll
                     for (int e = 0; e < 4; ++e) x[m][n][e] *= scale;
+        }
     }
 
     // The softcap alone, and its derivative, for the backward: apply<true> expects it done.
@@ -263,13 +265,6 @@ struct Edges {
         if constexpr (Config::left) edge = edge || (left >= 0 && j0 < first + count - 1 - left);
         if constexpr (Config::right) edge = edge || (right >= 0 && j1 > first + right + 1);
         return edge;
-    }
-    // Whether queries [row0, row1) of the tile see none of the keys [j0, j1) by position.
-    __device__ __forceinline__ bool hides_all(int row0, int row1, int j0, int j1) const {
-        bool none = j0 >= kv_len;
-        if constexpr (Config::right) none = none || (right >= 0 && j0 > first + row1 - 1 + right);
-        if constexpr (Config::left) none = none || (left >= 0 && j1 <= first + row0 - left);
-        return none;
     }
     // s[m][n][e]: row slow0 + 16 m + l/4 + 8 (e/2) of the tile, key j0 + 8 n + 2 (l%4) + e%2.
     template <int M, int N>
