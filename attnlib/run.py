@@ -24,11 +24,13 @@ def prepare(operands: Operands, scalars: Scalars, spec: str) -> tuple[AttentionP
     The plan is None where there is nothing for a kernel to do: no query, no key or no head.
     """
     q, k, v = operands[:3]
+    k_new: Any = operands.k_new
+    v_new: Any = operands.v_new
     key = (
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
         *[None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in operands[3:]],
-        *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in operands[14:16]],
+        k_new if k_new is None else (k_new.stride(), v_new.stride(), (k_new.data_ptr() | v_new.data_ptr()) & 15),
         scalars, spec, registry.generation,
     )  # fmt: skip
     found = dispatch.ready.get(key)
