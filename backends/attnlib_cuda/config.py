@@ -310,9 +310,15 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
     blocks, part = 1, 1.0 if bulk else 0.0
     if problem.dtype == torch.float32:
         shapes = [(1, 4, 2, 32), (1, 2, 2, 32)] if d <= 128 else [(1, 2, 4, 64), (1, 2, 2, 32), (1, 1, 2, 32)]
+        shapes += [(1, 4, 1, 32), (1, 2, 1, 32), (1, 1, 1, 32)]
     elif d > 192:
         part = 0.0
-        shapes = [(1, 4, 2, 32) if _elementwise(problem) else (2, 2, 4, 64), (1, 2, 4, 32)]
+        shapes = [
+            (1, 4, 2, 32) if _elementwise(problem) else (2, 2, 4, 64),
+            (1, 2, 4, 32),
+            (1, 4, 2, 32),
+            (1, 2, 2, 32),
+        ]
     elif d > 128:
         shapes = [(1, 4, 2, 32 if _elementwise(problem) else 64), (1, 2, 2, 32)]
     elif d > 64:
@@ -350,10 +356,12 @@ def backward(
         chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
         tiles = chosen["block_q"] * padded(problem.head_dim) // (128 * warps)  # m16n8 tiles of dQ, a warp
         chosen.setdefault("dq_stage", int(tiles * part))
-        halves = tiles > 8 and not chosen["dq_stage"] and not problem.deterministic
+        columns = padded(problem.head_dim) // 8 // max(1, warps // max(1, chosen["dq_warps"]))  # n8 tiles of dQ, a warp
+        halves = tiles > 8 and columns % 4 == 0 and not chosen["dq_stage"] and not problem.deterministic
         chosen.setdefault("dq_parts", 2 if halves else 1)
         config = BackwardConfig(**(common | chosen))
-        if not config.dq_warps:
+        pairs = 16 * chosen["warps_q"]  # a warp loads fragments of dK and dV in pairs of n8 tiles
+        if not config.dq_warps or padded(problem.head_dim) % pairs or padded(problem.head_dim_v) % pairs:
             continue
         room = target.smem_per_sm // (blocks or count) - 1024
         if config.shared_bytes <= min(target.smem_per_block, room):

@@ -50,6 +50,7 @@ class Sm80Plan:
         self._index = target.index or 0
         self._info = device.info(self._index) if target.present else device.for_arch(target.arch)
         wanted = dict(shape or {})
+        fault = wanted.pop("fault", fault)
         inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward")}
         self._splits = wanted.pop("num_splits", None)
         self._ready: _Ready | None = None

@@ -278,7 +278,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             accumulate<atom, M, N, T::head_dim / atom::k, true>(s, [&](int m, int k) { return T::KTile::load_a(k_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::QTile::load_b(b0, b1, q_lane, 8 * n, k); });
             if constexpr (Config::softcap) scorer.cap_scores(s, slope);
-            scorer.template apply<true>(s, j0 + row0, i0 + column0, lane, state == 0);
+            scorer.template apply<true>(s, j0 + row0, i0 + column0, lane, state <= 0);
 
             // s -> log2 P
 #pragma unroll

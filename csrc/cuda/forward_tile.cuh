@@ -44,10 +44,10 @@ struct ForwardTile {
         }
     }
 
-    // S = Q K^T   [rows, block_k]; ahead with a left edge, where it spares spills
+    // S = Q K^T   [rows, block_k]; ahead where it spares spills
     __device__ __forceinline__ void scores(float (&s)[M][N][4], uint32_t q_lane, uint32_t k_lane) const {
         clear(s);
-        accumulate<atom, M, N, steps, Config::left>(s, [&](int m, int k) { return keep_q ? q[keep_q ? m : 0][keep_q ? k : 0] : QTile::load_a(q_lane, 16 * m, k); },
+        accumulate<atom, M, N, steps, Config::left && !Config::split>(s, [&](int m, int k) { return keep_q ? q[keep_q ? m : 0][keep_q ? k : 0] : QTile::load_a(q_lane, 16 * m, k); },
             [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { KTile::load_b(b0, b1, k_lane, 8 * n, k); });
     }
 
