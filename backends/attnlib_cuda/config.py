@@ -315,7 +315,6 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
         part = 0.0
         shapes = [
             (1, 4, 2, 32) if _elementwise(problem) else (2, 2, 4, 64),
-            (1, 2, 4, 32),
             (1, 4, 2, 32),
             (1, 2, 2, 32),
         ]
@@ -360,8 +359,13 @@ def backward(
         halves = tiles > 8 and columns % 4 == 0 and not chosen["dq_stage"] and not problem.deterministic
         chosen.setdefault("dq_parts", 2 if halves else 1)
         config = BackwardConfig(**(common | chosen))
-        pairs = 16 * chosen["warps_q"]  # a warp loads fragments of dK and dV in pairs of n8 tiles
-        if not config.dq_warps or padded(problem.head_dim) % pairs or padded(problem.head_dim_v) % pairs:
+        pairs = 16 * chosen["warps_q"]  # a warp loads fragments of S, dK and dV in pairs of n8 tiles
+        if (
+            chosen["block_q"] % pairs
+            or not config.dq_warps
+            or padded(problem.head_dim) % pairs
+            or padded(problem.head_dim_v) % pairs
+        ):
             continue
         room = target.smem_per_sm // (blocks or count) - 1024
         if config.shared_bytes <= min(target.smem_per_block, room):
