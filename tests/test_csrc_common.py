@@ -51,6 +51,32 @@ int main() {
     std::printf("%ld %ld %ld %ld\\n", kept, zero, all, one_call);
 }
 """
+PARTS = """
+#include <cstdio>
+#include "philox.h"
+using namespace attnlib;
+int main() {
+    const auto product = [](uint32_t& low, uint32_t& high, uint32_t a, uint32_t b) {
+        const uint64_t whole = static_cast<uint64_t>(a) * b;
+        low = static_cast<uint32_t>(whole);
+        high = static_cast<uint32_t>(whole >> 32);
+    };
+    long equal = 0;
+    uint64_t seed = 0x123456789ABCDEF0;
+    for (uint32_t n = 0; n < 1000; ++n) {
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        const uint32_t c0 = static_cast<uint32_t>(seed >> 7), c1 = c0 * 77u, c2 = n % 5, c3 = n % 7;
+        const PhiloxWords whole = philox4x32_10(c0, c1, c2, c3, seed);
+        const PhiloxRow row = philox_row(seed, c1, c2, product);
+        const PhiloxColumn column = philox_column(seed, c0, c2, c3, product);
+        const PhiloxWords parts = philox_finish(seed, row, column, product);
+        bool same = true;
+        for (int i = 0; i < 4; ++i) same = same && whole.word[i] == parts.word[i];
+        equal += same;
+    }
+    std::printf("%ld\\n", equal);
+}
+"""
 WINDOW = """
 #include <cstdio>
 #include <initializer_list>
@@ -114,6 +140,11 @@ def test_philox_known_answers(tmp_path: Path) -> None:
     }
     words = " ".join(cases).split()
     assert run(PHILOX, tmp_path, *words).splitlines() == list(cases.values())
+
+
+@needs_compiler
+def test_philox_in_parts_is_philox(tmp_path: Path) -> None:
+    assert run(PARTS, tmp_path) == "1000\n"
 
 
 @needs_compiler

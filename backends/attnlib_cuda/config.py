@@ -73,7 +73,7 @@ class ForwardConfig(Features):
     split: bool
     maximum: bool
     q_in_registers: bool
-    draw_first: bool
+    draw_first: int  # tile rows whose random words are drawn before S; the others when P is there
 
     @property
     def block_q(self) -> int:
@@ -84,7 +84,8 @@ class ForwardConfig(Features):
         size, d, dv = self.element.itemsize, padded(self.head_dim), padded(self.head_dim_v)
         keys = self.stages * self.block_k * (d + dv) * size
         exchange = (self.block_q * self.block_k * size + 8 * self.block_q + 4 * self.warps) if self.warps_n > 1 else 0
-        return self.block_q * max(d, dv) * size + keys + (2048 if self.block_mask else 0) + exchange + 48
+        random = 8 * self.block_k if self.dropout else 0
+        return self.block_q * max(d, dv) * size + keys + (2048 if self.block_mask else 0) + exchange + 48 + random
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class BackwardConfig(Features):
     draw_first: bool
     dq_stage: int
     dq_parts: int
+    dq_tiles: int
+    stagger: bool
     o_stages: int
     pack: bool = False
 
@@ -115,6 +118,10 @@ class BackwardConfig(Features):
         return self.warps_k * self.warps_q
 
     @property
+    def dq_team(self) -> int:
+        return self.warps // self.dq_tiles
+
+    @property
     def natural(self) -> bool:
         return self.has_bias or self.alibi
 
@@ -123,7 +130,8 @@ class BackwardConfig(Features):
         size, d, dv = self.element.itemsize, padded(self.head_dim), padded(self.head_dim_v)
         stage = self.block_q * d * size + self.block_q * (16 if self.natural else 8)
         gradients = self.o_stages * self.block_q * dv * size
-        scores = self.block_k * self.block_q * size * (3 if self.warps_q > 1 else 2)
+        waiting = 1 if self.stages == 1 else 1 + self.dq_tiles
+        scores = self.block_k * self.block_q * size * (waiting + (self.warps_q > 1))
         keys, warps = self.block_k * (d + dv) * size, (512 * self.dq_stage + 8) * self.warps
         return keys + self.stages * stage + gradients + scores + warps + 64
 
@@ -202,9 +210,11 @@ def pack(problem: AttentionProblem) -> bool:
 
 
 def sections(problem: AttentionProblem, target: device.DeviceInfo) -> int:
-    """Heads whose tiles are interleaved: as many as keep their keys and values in a third of L2."""
+    """Heads whose tiles are interleaved: as many as keep their keys and values in a third of L2, rounded down to a
+    power of two, which most often divides all heads."""
     each = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return max(1, min(1 << 20, target.l2_bytes // 3 // max(each, 1)) * problem.group)
+    fitting = max(1, min(1 << 20, target.l2_bytes // 3 // max(each, 1)))
+    return (1 << fitting.bit_length() - 1) * problem.group
 
 
 def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, block_k: int, resident: int) -> int:
@@ -247,10 +257,9 @@ def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, 
     if d <= 64 and problem.dropout_threshold == 0:
         return [((2, 4, 128, 2, False, 1), 2), ((2, 4, 64, 2, True, 1), 2)]
     if d <= 64:
-        edges = problem.window != (None, None)
-        return ([((1, 4, 64, 2, False, 1), 4)] if edges else []) + [((2, 4, 64, 2, True, 1), 2)]
+        return [((2, 4, 64, 2, True, 1), 2)]
     if problem.dropout_threshold > 0:
-        return [((1, 4, 64, 1, False, 1), 3), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
+        return [((2, 4, 32, 2, False, 1), 2), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
     return [
         ((2, 4, 64, 2, False, 1), 2),
         ((2, 4, 64, 1, False, 1), 2),
@@ -264,7 +273,7 @@ def forward(
 ) -> tuple[ForwardConfig, int]:
     """The forward's configuration and the blocks a multiprocessor should hold. shape overrides fields; ValueError if
     the result does not fit."""
-    old = target.capability < 80
+    old, size = target.capability < 80, max(padded(problem.head_dim), padded(problem.head_dim_v))
     common = features(problem, fault) | {
         "sink_element": problem.sinks or torch.float32,
         "has_sinks": problem.sinks is not None,
@@ -272,7 +281,7 @@ def forward(
         "pack": pack(problem),
         "split": False,
         "warps_n": 1,
-        "draw_first": True,
+        "draw_first": 2 if _elementwise(problem) or size > 128 else 1 if size <= 64 else 0,
         "maximum": problem.bias is not None or problem.alibi or problem.dtype == torch.float32,
     }
     if 64 < max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:
@@ -292,7 +301,7 @@ def forward(
 
 def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
     """Rows of the grid in which warps share dQ: near-square parts, in pairs of n8 tiles; 0 if there is none."""
-    for count in (2, 4, 1, 8):
+    for count in (1, 2) if warps == 2 else (2, 4, 1, 8):
         columns, rest = divmod(warps, count)
         if rest == 0 and block_q % (16 * count) == 0 and padded(head_dim) % (16 * columns) == 0:
             return count
@@ -313,11 +322,10 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
         shapes += [(1, 4, 1, 32), (1, 2, 1, 32), (1, 1, 1, 32)]
     elif d > 192:
         part = 0.0
-        shapes = [
-            (1, 4, 2, 32) if _elementwise(problem) else (2, 2, 4, 64),
-            (1, 4, 2, 32),
-            (1, 2, 2, 32),
-        ]
+        plain = problem.aligned and problem.dropout_threshold == 0
+        long = plain and (problem.deterministic or problem.window[1] is None)
+        large = [(2, 2, 4, 128), (2, 2, 4, 64)] if long else [(2, 2, 4, 64)]
+        shapes = ([] if _elementwise(problem) else large) + [(1, 4, 2, 32), (1, 2, 2, 32)]
     elif d > 128:
         shapes = [(1, 4, 2, 32 if _elementwise(problem) else 64), (1, 2, 2, 32)]
     elif d > 64:
@@ -326,7 +334,7 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
         shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
     else:
         shapes, blocks = [(2, 4, 1, 32)], 2
-        part = 1.0 if bulk and problem.deterministic else 0.0
+        part = 0.5 if bulk and problem.deterministic else 0.0
     found: list[tuple[_BackwardShape, float]] = []
     for shape in shapes:
         for share in (part, 0.0) if part else (0.0,):
@@ -351,13 +359,16 @@ def backward(
     blocks = wanted.pop("min_blocks", None)
     for (*values, count), part in _backward_shapes(problem, target.capability):
         chosen = dict(zip(names, values, strict=True)) | wanted
-        warps = chosen["warps_k"] * chosen["warps_q"]
+        ahead = chosen["m_tiles"] == chosen["stages"] == 2
+        chosen.setdefault("dq_tiles", 2 if ahead and chosen["warps_q"] == 1 else 1)
+        chosen.setdefault("stagger", ahead and chosen["warps_q"] == 4 and not problem.deterministic)
+        warps = chosen["warps_k"] * chosen["warps_q"] // chosen["dq_tiles"]  # that share one tile of dQ
         chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
         tiles = chosen["block_q"] * padded(problem.head_dim) // (128 * warps)  # m16n8 tiles of dQ, a warp
         chosen.setdefault("dq_stage", int(tiles * part))
         columns = padded(problem.head_dim) // 8 // max(1, warps // max(1, chosen["dq_warps"]))  # n8 tiles of dQ, a warp
-        halves = tiles > 8 and columns % 4 == 0 and not chosen["dq_stage"] and not problem.deterministic
-        chosen.setdefault("dq_parts", 2 if halves else 1)
+        parts = 4 if tiles > 16 else 2 if tiles > 8 and not problem.deterministic else 1
+        chosen.setdefault("dq_parts", parts if columns % (2 * parts) == 0 and not chosen["dq_stage"] else 1)
         config = BackwardConfig(**(common | chosen))
         pairs = 16 * chosen["warps_q"]  # a warp loads fragments of S, dK and dV in pairs of n8 tiles
         if (
@@ -385,7 +396,7 @@ def rows_config(problem: AttentionProblem, config: BackwardConfig | None = None)
         natural=problem.bias is not None or problem.alibi,
         block_q=config.block_q if config else 64,
         dq_warps=config.dq_warps if config else 1,
-        main_warps=config.warps if config else 1,
+        main_warps=config.dq_team if config else 1,
         dq_floats=config.block_q * padded(problem.head_dim) if config else 64,
     )
 

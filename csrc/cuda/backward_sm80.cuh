@@ -76,10 +76,10 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     const int64_t tile0 = first_tile<Config>(p, b, block_q);
 
     // Heads and query tiles in order. Blocks start at different tiles, so that they don't add to the same dQ at once:
-    // deterministic ones `pace` tiles apart, if all blocks of the head are sure to run together.
+    // deterministic ones evenly spread over the `round` tiles, if all blocks of the head are sure to run together.
     const int key_tiles = (seq.kv_len + block_k - 1) / block_k;
-    const int pace = Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head / key_tiles : 0;
-    const int start = Config::deterministic ? first + tile * pace : !Config::right && per_head > 0 ? first + tile % per_head : first;
+    const int round = Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head : 0;
+    const int start = Config::deterministic ? first + (round > 0 ? tile * round / key_tiles : 0) : !Config::right && per_head > 0 ? first + tile % per_head : first;
     struct Place { int head, tile, left; };
     const auto advance = [&](Place& at) {
         if (++at.tile == last) at.tile = first;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         ptx::st_shared_v2(base + T::parked + 32, seq.q_len, static_cast<int>(window.offset));
         ptx::st_shared_v2(base + T::parked + 40, seq.kv_len, dropout_above(p.dropout_threshold));
         if (Config::dropout) ptx::st_shared_b64(base + T::parked + 48, static_cast<uint64_t>(*address<const int64_t>(p.seed)));
-        ptx::st_shared_v2(base + T::parked + 56, pace, key_tiles);
+        ptx::st_shared_v2(base + T::parked + 56, round, key_tiles);
     }
     __syncthreads();
     const auto load_queries = [&](const Place& at, int stage) {   // Q and the row statistics
@@ -141,43 +141,52 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     const uint32_t k_lane = T::KTile::by_row(base + row0 * T::KTile::pitch, lane);
     const uint32_t v_lane = T::VTile::by_row(base + T::v_at + row0 * T::VTile::pitch, lane);
 
-    // Deterministic: the turn that ends when this warp's last bulk addition has arrived waits in shared memory (0: none).
-    const uint32_t held_at = base + T::held_at + 8 * warp;
+    // Deterministic: lane 0 waits for a warp's turn and ends it. Only what PTX promises puts the additions in order: those
+    // before a turn's end are released (by way of __syncwarp, or of the bulk wait), those after its begin follow an acquire.
+    const uint32_t held_at = base + T::held_at + 8 * warp;   // the turn that this warp has yet to end (0: none)
+    const auto await_turn = [&](const int* turn, int now, int rank) {
+        while (now != rank) now = ptx::ld_relaxed(turn);
+        ptx::ld_acquire(turn);   // only now: an acquire throws L1 away
+        if constexpr (T::staged > 0) ptx::fence_proxy_async_global();
+    };
     const auto end_turn = [&] {
-        ptx::bulk_wait();
-        if (int* held = address<int>(ptx::ld_shared_b64(held_at))) ptx::red_release_add(held, 1);
+        if (Config::deterministic && lane == 0) {
+            if constexpr (T::staged > 0) ptx::bulk_wait();
+            if (int* held = address<int>(ptx::ld_shared_b64(held_at))) {
+                ptx::red_release_add(held, 1);
+                ptx::st_shared_b64(held_at, 0);
+            }
+        }
     };
 
-    // dQ = dS K   [queries, head_dim / dq_parts], of the query tile `at`, whose dS lies in buffer `buffer`
+    // dQ = dS K   [queries, head_dim / dq_parts], of the query tile `at`, whose dS lies in buffer `buffer`. dq_tiles = 2:
+    // each half of the warps takes every second tile, both at once.
+    const int team = T::dq_tiles > 1 ? warp / T::team : 0, member = T::dq_tiles > 1 ? warp % T::team : warp;
     const auto add_queries = [&](const Place& at, int buffer, int part_of_columns) {
         int* turn = nullptr;
         int rank = 0, now = 0;
         if constexpr (Config::deterministic) {
-            // Key tiles add in a fixed order: ascending; descending where the later keys get here first; with a pace, as
-            // they come by.
+            // Key tiles add in a fixed order: ascending; descending where the later keys get here first; or as they come by.
             const int i0 = at.tile * block_q, i1 = min(i0 + block_q, seq.q_len);
             const int lowest = clamp(window.key_begin(i0), 0, seq.kv_len) / block_k, highest = (static_cast<int>(window.key_end(i1 - 1)) - 1) / block_k;
-            const int pace = ptx::ld_shared_b32(base + T::parked + 56), key_tiles = ptx::ld_shared_b32(base + T::parked + 60);
-            const int nearest = pace > 0 ? min(at.tile / pace, key_tiles - 1) : highest;
-            rank = pace > 0 ? nearest - tile + (tile > nearest ? key_tiles : 0) : Config::right ? highest - tile : tile - lowest;
-            turn = address<int>(p.order) + (at.head * p.row_tiles + tile0 + at.tile) * T::warps + warp;   // a warp adds its own part
-            now = ptx::ld_acquire(turn);
+            const int round = ptx::ld_shared_b32(base + T::parked + 56), key_tiles = ptx::ld_shared_b32(base + T::parked + 60);
+            const int nearest = round > 0 ? ((at.tile + 1) * key_tiles - 1) / round : highest;   // the last to have started by there
+            rank = round > 0 ? nearest - tile + (tile > nearest ? key_tiles : 0) : Config::right ? highest - tile : tile - lowest;
+            turn = address<int>(p.order) + (at.head * p.row_tiles + tile0 + at.tile) * T::team + member;   // a warp adds its own part
+            if (part_of_columns == 0 && lane == 0) now = ptx::ld_relaxed(turn);
         }
         float dq[T::MQ][T::C][4];
         clear(dq);
-        const int dq_row = warp % T::dq_rows, dq_column = warp / T::dq_rows;
+        const int dq_row = member % T::dq_rows, dq_column = member / T::dq_rows;
         const uint32_t ds_by_k = T::STile::by_k(base + T::ds_at + buffer * T::STile::bytes, lane, true), k_by_k = T::KTile::by_k(base, lane, false);
-        accumulate<atom, T::MQ, T::C, block_k / atom::k, true>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
+        accumulate<atom, T::MQ, T::C, block_k / atom::k, !T::tight>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
             [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { T::KTile::template load_b_by_k<false>(b0, b1, k_by_k, k * atom::k, (dq_column * T::CQ + part_of_columns * T::C + c) / 2, lane); });
-        float* sum = address<float>(ptx::ld_shared_b64(base + T::parked + 24)) + (at.head * p.row_tiles + at.tile) * T::dq_floats + warp * (T::dq_floats / T::warps);
+        float* sum = address<float>(ptx::ld_shared_b64(base + T::parked + 24)) + (at.head * p.row_tiles + at.tile) * T::dq_floats + member * (T::dq_floats / T::team);
         if constexpr (T::staged > 0) {
             const uint32_t area = base + T::dq_at + warp * (512 * T::staged);
 #pragma unroll
             for (int part = 0; part < T::MQ * T::CQ; part += T::staged) {
-                if (lane == 0) {
-                    if (Config::deterministic && part == 0) end_turn();
-                    else ptx::bulk_wait_read();
-                }
+                if (lane == 0 && !(Config::deterministic && part == 0)) ptx::bulk_wait_read();
                 __syncwarp();
 #pragma unroll
                 for (int i = 0; i < T::staged; ++i) {
@@ -187,16 +196,14 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                 ptx::fence_proxy_async();
                 __syncwarp();
                 if (lane == 0) {
-                    if (Config::deterministic && part == 0)
-                        while (now != rank) now = ptx::ld_acquire(turn);
+                    if (Config::deterministic && part == 0) await_turn(turn, now, rank);
                     ptx::bulk_add_f32(sum + 128 * part, area, 512 * T::staged);
                     ptx::bulk_commit();
                 }
             }
-            if (Config::deterministic && lane == 0) ptx::st_shared_b64(held_at, reinterpret_cast<uint64_t>(turn));
         } else {
             if constexpr (Config::deterministic) {
-                while (now != rank) now = ptx::ld_acquire(turn);
+                if (part_of_columns == 0 && lane == 0) await_turn(turn, now, rank);
                 __syncwarp();
             }
 #pragma unroll
@@ -210,11 +217,10 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                         for (int e = 0; e < 4; ++e) ptx::red_add_f32(run + 32 * e + lane, dq[m][c][e]);
                     }
                 }
-            if constexpr (Config::deterministic) {
-                __threadfence();
-                __syncwarp();
-                if (lane == 0) ptx::red_release_add(turn, 1);
-            }
+        }
+        if (Config::deterministic && part_of_columns == Config::dq_parts - 1) {
+            if (lane == 0) ptx::st_shared_b64(held_at, reinterpret_cast<uint64_t>(turn));
+            __syncwarp();
         }
     };
 
@@ -225,19 +231,25 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
 
     // ---- main loop
     Place current{Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, next = current, previous = current;
-    bool pending = false;   // a dQ waits to be computed
+    bool pending = false;   // the dQ of `previous` waits to be computed by this warp
+    int buffer = T::ds_buffers - 1, previous_buffer = 0;
 #pragma unroll 1
     for (int step = 0; step < total; ++step) {
-        const int stage = T::stages > 1 ? step & 1 : 0, buffer = step & 1;
+        const int stage = T::stages > 1 ? step & 1 : 0;
+        buffer = buffer == T::ds_buffers - 1 ? 0 : buffer + 1;
+        const bool later = Config::stagger && warp >= T::warps / 2;   // these warps compute dQ after all else, not before it
+        const bool due = T::dq_tiles == 1 || step % T::dq_tiles == 0;
         advance(next);
         if constexpr (T::stages == 1) {
             __syncthreads();
-            load_ahead(current, 0);
+            load_queries(current, 0);
             commit<Config>();
-            if (pending) add_all(previous, buffer ^ 1);   // hides the load
+            load_gradients(current, 0);
+            commit<Config>();
+            if (pending) add_all(previous, previous_buffer);   // hides the load
             pending = false;
         }
-        wait<Config, 0>();
+        wait<Config, T::stages == 1>();
         __syncthreads();   // this step's queries and the last step's dS are here
         if constexpr (T::late) {
             load_gradients(current, 0);
@@ -250,15 +262,16 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         const int state = Config::block_mask ? scorer.block_state(i0, i1, j0, j1) : 1;
         const bool live = Config::deterministic || state >= 0;
         if (Config::dq_first || (Config::block_mask && !live)) {
-            if (pending) {
-                if (Config::dq_parts == 1 || !live) add_all(previous, buffer ^ 1);
-                else add_queries(previous, buffer ^ 1, 0);
+            if (pending && due && !later) {
+                if (Config::dq_parts == 1 || !live) add_all(previous, previous_buffer);
+                else add_queries(previous, previous_buffer, 0);
             }
-            if (Config::dq_parts == 1 || !live) pending = false;
+            if (due && !later && (Config::dq_parts == 1 || !live)) pending = false;
         }
         if (!live) {
             if (T::stages > 1 && step + 1 < total) load_ahead(next, stage ^ 1);
             commit<Config>();
+            if constexpr (T::stages == 1) wait<Config, 0>();
             current = next;
             continue;
         }
@@ -305,22 +318,26 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                         else x -= shift[e & 1];
                     }
             }
-            const Edges<Config> edges(p, i0 + (Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
-                Config::deterministic ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);   // whichever spills less
+            end_turn();
+            if constexpr (T::stages > 1) {   // here: without a branch after dP, ptxas puts exponentials among its products
+                if (step + 1 < total) load_ahead(next, stage ^ 1);
+                commit<Config>();
+            }
+            constexpr bool parked = Config::deterministic;   // whichever spills less
+            const Edges<Config> edges(p, i0 + (parked ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
+                parked ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);
             if (edges.cross(j0, j0 + block_k)) edges.hide_transposed(s, j0 + row0, column0, lane);
             if constexpr (Config::dq_parts == 2)
-                if (pending) add_queries(previous, buffer ^ 1, 1);
-            if constexpr (T::late) {
-                wait<Config, 0>();
+                if (pending && due) add_queries(previous, previous_buffer, later ? 0 : 1);
+            if constexpr (T::late || T::stages == 1) {
+                wait<Config, T::late>();
                 __syncthreads();
             }
             accumulate<atom, M, N, T::head_dim_v / atom::k, true>(dp, [&](int m, int k) { return T::VTile::load_a(v_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::OTile::load_b(b0, b1, o_lane, 8 * n, k); });
         }
 
-        if (T::stages > 1 && step + 1 < total) load_ahead(next, stage ^ 1);
-        commit<Config>();
-        if (!Config::dq_first && pending) add_all(previous, buffer ^ 1);
+        if (!Config::dq_first && pending && due) add_all(previous, previous_buffer);
 
         // P = exp(s - m) / l (negative where dropped) and dS = P (keep dP - delta)
 #pragma unroll
@@ -334,7 +351,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
 #pragma unroll
             for (int m = 0; m < M; m += random.pairs) random.apply(s, m, base + T::parked + 44, j0 + row0, lane, [](float x) { return -x; });
         }
-        if constexpr (Config::dropout && !Scorer<Config>::natural) {   // read again: the words took their registers
+        if constexpr ((Config::dropout || T::tight) && !Scorer<Config>::natural) {   // read again: kept until here it would cost registers
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 const uint4 pair = ptx::ld_shared_v4(rows + 8 * n * 8);
@@ -407,16 +424,20 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                 add_keys(column, [&](int m, int k) { return T::STile::load_a_permuted(ds_lane, 16 * m, chunk + 2 * k); });
             }
         }
-        previous = current;
+        if (later && pending) add_queries(previous, previous_buffer, Config::dq_parts - 1);
+        if (step % T::dq_tiles == team) {
+            previous = current;
+            previous_buffer = buffer;
+            pending = true;
+        } else if (due) pending = false;
         current = next;
-        pending = true;
     }
-    if (pending) {
+    if (total > 0) {
         __syncthreads();
-        add_all(previous, (total - 1) & 1);
+        if (pending) add_all(previous, previous_buffer);
     }
-    if constexpr (T::staged > 0)
-        if (lane == 0) end_turn();
+    if constexpr (Config::deterministic) end_turn();
+    else if (T::staged > 0 && lane == 0) ptx::bulk_wait();
 
     // ---- epilogue
     wait<Config, 0>();

@@ -17,8 +17,10 @@ struct BackwardTile {
     static constexpr int N = block_q / warps_q / 8;
     static constexpr int head_dim = (Config::head_dim + 31) / 32 * 32, head_dim_v = (Config::head_dim_v + 31) / 32 * 32;
     static constexpr int CK = head_dim / warps_q / 8, CV = head_dim_v / warps_q / 8;   // n8 tiles of dK and dV
-    static constexpr int dq_rows = Config::dq_warps, dq_columns = warps / dq_rows;      // how the warps share dQ
+    static constexpr int dq_tiles = Config::dq_tiles, team = warps / dq_tiles;   // query tiles whose dQ is computed at once; warps for each
+    static constexpr int dq_rows = Config::dq_warps, dq_columns = team / dq_rows;      // how they share it
     static constexpr int MQ = block_q / 16 / dq_rows, CQ = head_dim / 8 / dq_columns, C = CQ / Config::dq_parts;
+    static constexpr bool tight = Config::dq_parts == 4;   // tiles that leave hardly a register
     static constexpr int row_floats = Scorer<Config>::natural ? 4 : 2;
     static_assert((warps_q & (warps_q - 1)) == 0, "warps of the same keys take turns by xor");
     static_assert(N % 2 == 0 && CK % 2 == 0 && CV % 2 == 0 && CQ % 2 == 0, "fragments are loaded in pairs");
@@ -31,10 +33,13 @@ struct BackwardTile {
     static constexpr int row_bytes = block_q * row_floats * 4, stage_bytes = QTile::bytes + row_bytes, rows_at = QTile::bytes;   // rows: within a stage
     static constexpr int v_at = KTile::bytes, q_at = v_at + VTile::bytes, o_at = q_at + stages * stage_bytes;
     static constexpr bool late = o_stages < stages;   // dO of a step is loaded in that step
-    static constexpr int ds_at = o_at + o_stages * OTile::bytes, p_at = ds_at + 2 * STile::bytes;
+    static constexpr int ds_buffers = stages == 1 ? 1 : 1 + dq_tiles;   // with one stage dQ of a step is done before the next dS
+    static_assert(dq_tiles == 1 || stages > 1, "tiles wait for each other");
+    static_assert(!Config::stagger || (stages > 1 && dq_tiles == 1 && !Config::block_mask && !Config::deterministic), "half of the warps keep dS until the end of the next step");
+    static constexpr int ds_at = o_at + o_stages * OTile::bytes, p_at = ds_at + ds_buffers * STile::bytes;
     static constexpr int staged = Config::dq_stage;   // m16n8 tiles of dQ that a warp has on their way through shared memory
     static constexpr int dq_at = p_at + (warps_q > 1 ? STile::bytes : 0), parked = dq_at + 512 * staged * warps, held_at = parked + 64, shared_bytes = held_at + 8 * warps;
-    static_assert(Config::dq_parts == 1 || (staged == 0 && !Config::deterministic && C % 2 == 0), "parts of dQ are added at different times");
+    static_assert(Config::dq_parts == 1 || (staged == 0 && C % 2 == 0), "parts of dQ are added at different times");
     static_assert(staged == 0 || (Config::arch >= 90 && MQ * CQ % staged == 0), "bulk additions are of sm_90");
     static constexpr int dq_floats = block_q * head_dim;   // of one tile in the workspace
 };

@@ -34,13 +34,20 @@ __device__ __forceinline__ void combine_kernel(const CombineParams& p) {
     const float base = top == -infinity ? 0.f : top;
     float l = 0.f, acc[per_lane] = {};
     const float* parts = address<const float>(p.partial_out) + row * dim;
-    for (int s = 0; s < p.splits; ++s) {
-        const float weight = exp2f((lses[s * plane] - base) * log2e);
-        if (weight == 0.f) continue;
-        l += weight;
+    for (int first = 0; first < p.splits; first += 32) {   // a lane finds one weight; the loads of several splits overlap
+        const int count = min(32, p.splits - first);
+        const float mine = lane < count ? exp2f((lses[(first + lane) * plane] - base) * log2e) : 0.f;
+        for (int next = 0; next < count; next += 8)
 #pragma unroll
-        for (int c = 0; c < per_lane; ++c)
-            if (32 * c + lane < dim) acc[c] = fmaf(weight, parts[s * plane * dim + 32 * c + lane], acc[c]);
+            for (int s = next; s < next + 8; ++s) {
+                const float weight = __shfl_sync(0xFFFFFFFFu, mine, s);
+                l += weight;
+#pragma unroll
+                for (int c = 0; c < per_lane; ++c) {
+                    const bool used = weight != 0.f && 32 * c + lane < dim;   // what has no weight may not have been written
+                    acc[c] = fmaf(weight, used ? parts[(first + s) * plane * dim + 32 * c + lane] : 0.f, acc[c]);
+                }
+            }
     }
     if (sink != -infinity) l += exp2f((sink - base) * log2e);
     const float inverse = l == 0.f ? 0.f : 1.f / l;

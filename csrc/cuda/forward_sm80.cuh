@@ -120,6 +120,13 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     const uint64_t seed = seed_again();
 
     // ---- main loop
+    using Random = DropoutWords<Config, false, M, N>;
+    const auto put_columns = [&](int tile, int at) {   // warps take turns
+        if (Config::dropout && warp == (tile & (T::warps - 1)) && lane < block_k / 4)
+            Random::put_column(base + T::random_at + at * T::random_bytes + 16 * lane, seed, b, head, tile * block_k + (lane >> 3) * 32 + (lane & 7));
+    };
+    put_columns(current, 0);
+    int words_stage = 0;
     bool fresh = true;      // this warp has seen no key
     const int top = current;
     int stage = 0;
@@ -154,9 +161,16 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
             if (edge) edges.hide(s, row0, j0, lane, group);
         };
         typename T::Packed packed;
-        DropoutWords<Config, false, M, N> random;
+        Random random;
+        const uint32_t waiting = base + T::random_at + words_stage * T::random_bytes + 4 * warp_n * T::keys;
+        if (Config::dropout && next >= first) put_columns(next, words_stage ^ 1);
+        const auto draw_first = [&](uint64_t seed) {
+#pragma unroll
+            for (int m = 0; m < M; ++m)
+                if (m < Config::draw_first) random.draw_row(m, seed, b, head, i0 + row0, j0, lane, waiting);
+        };
         const auto finish_rows = [&](int m) {
-            if (!Config::draw_first) random.draw_row(m, seed, b, head, i0 + row0, j0, lane);
+            if (m >= Config::draw_first) random.draw_row(m, seed, b, head, i0 + row0, j0, lane, waiting);
             random.apply(s, m, base + parked + 40, 0, lane, [](float) { return 0.f; });
             T::round(s, packed, m);
         };
@@ -173,14 +187,14 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
                 commit<Config>();
             }
         };
-        if (Config::draw_first) random.draw(seed, b, head, i0 + row0, j0, lane);
+        draw_first(seed);
         score(maximum);
         if (maximum) with_maximum();
         else {
             float added[M][2];
             if (partner.exchange(packed, t.state.without_maximum(s, added, scorer.scale, finish_rows))) t.state.add(added);
             else {
-                if (Config::draw_first) random.draw(seed_again(), b, head, i0 + row0, j0, lane);   // again: kept until here they would cost registers
+                draw_first(seed_again());   // again: kept until here they would cost registers
                 score(true);
                 with_maximum();
             }
@@ -194,6 +208,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         }
         fresh = false;
         current = next;
+        words_stage ^= 1;
         if constexpr (Config::stages > 1) stage ^= 1;
     }
 

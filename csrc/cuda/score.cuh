@@ -312,27 +312,13 @@ private:
 // the high half, and one of shifted words for the low half.
 __device__ __forceinline__ uint32_t dropout_above(int threshold) { return (static_cast<uint32_t>(threshold) << 16) - 1u; }
 
-// dropout_words of philox.h with the product as one instruction.
-__device__ __forceinline__ PhiloxWords draw_words(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t i, uint32_t j) {
-    uint32_t c0 = (j >> 5) * 8 + (j & 7), c1 = (i >> 4) * 8 + (i & 7), c2 = head, c3 = sequence;
-    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-#pragma unroll
-    for (int round = 0; round < 10; ++round) {
-        uint32_t low0, high0, low1, high1;
-        ptx::mul_wide(low0, high0, c0, 0xD2511F53u);
-        ptx::mul_wide(low1, high1, c2, 0xCD9E8D57u);
-        c0 = high1 ^ c1 ^ key0;
-        c2 = high0 ^ c3 ^ key1;
-        c1 = low1;
-        c3 = low0;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-    return {{c0, c1, c2, c3}};
-}
+struct WideProduct {
+    __device__ __forceinline__ void operator()(uint32_t& low, uint32_t& high, uint32_t a, uint32_t b) const { ptx::mul_wide(low, high, b, a); }
+};
 
 // The random words of a tile, drawn apart from their use so that the integer work can overlap a product. slow0 is a
-// multiple of 16 (transposed with M > 1: of 32), fast0 of 16 (forward: of 32).
+// multiple of 16 (transposed with M > 1: of 32), fast0 of 16 (forward: of 32). Forward: what depends on the key alone waits in
+// shared memory, a PhiloxColumn for each of keys 0-7, 32-39, ... of the tile; put_column leaves it there.
 template <class Config, bool transposed, int M, int N>
 struct DropoutWords {
     static constexpr int pairs = transposed && M >= 2 ? 2 : 1;             // transposed: 16-key tiles that one call serves
@@ -340,11 +326,17 @@ struct DropoutWords {
     static_assert(N % (transposed ? 2 : 4) == 0, "one call serves 16 queries, or 32 keys");
     PhiloxWords words[Config::dropout ? rows : 1][columns][2];
 
+    __device__ __forceinline__ static uint32_t group(int j) { return (j >> 5) * 8 + (j & 7); }   // of keys that one call serves
+
+    __device__ __forceinline__ static void put_column(uint32_t at, uint64_t seed, int sequence, int head, int j) {
+        const PhiloxColumn x = philox_column(seed, group(j), Config::fault == dropout_ignores_head ? 0 : head, sequence, WideProduct{});
+        ptx::st_shared_v4(at, {x.word[0], x.word[1], x.word[2], x.word[3]});
+    }
     __device__ __forceinline__ void draw(uint64_t seed, int sequence, int head, int slow0, int fast0, int lane) {
 #pragma unroll
         for (int m = 0; m < rows; ++m) draw_row(m, seed, sequence, head, slow0, fast0, lane);
     }
-    __device__ __forceinline__ void draw_row(int m, uint64_t seed, int sequence, int head, int slow0, int fast0, int lane) {
+    __device__ __forceinline__ void draw_row(int m, uint64_t seed, int sequence, int head, int slow0, int fast0, int lane, uint32_t waiting = 0) {
         if constexpr (Config::dropout) {
             const uint32_t h = Config::fault == dropout_ignores_head ? 0 : head;
             const int slow = slow0 + 16 * pairs * m + (lane >> 2);
@@ -352,8 +344,14 @@ struct DropoutWords {
             for (int n = 0; n < columns; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int fast = fast0 + (transposed ? 16 : 32) * n + 2 * (lane & 3) + e;
-                    words[m][n][e] = draw_words(seed, sequence, h, transposed ? fast : slow, transposed ? slow : fast);
+                    const int fast = fast0 + (transposed ? 16 : 32) * n + 2 * (lane & 3) + e, i = transposed ? fast : slow;
+                    PhiloxColumn column;
+                    if constexpr (transposed) column = philox_column(seed, group(slow), h, sequence, WideProduct{});
+                    else {
+                        const uint4 x = ptx::ld_shared_v4(waiting + 16 * (8 * n + 2 * (lane & 3) + e));
+                        column = {{x.x, x.y, x.z, x.w}};
+                    }
+                    words[m][n][e] = philox_finish(seed, philox_row(seed, (i >> 4) * 8 + (i & 7), h, WideProduct{}), column, WideProduct{});
                 }
         }
     }

@@ -97,6 +97,12 @@ __device__ __forceinline__ int ld_acquire(const int* address) {
     return value;
 }
 
+__device__ __forceinline__ int ld_relaxed(const int* address) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void red_release_add(int* address, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
