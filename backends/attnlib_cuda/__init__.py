@@ -81,8 +81,6 @@ class CudaBackend(BackendBase):
         largest = max(problem.head_dim, problem.head_dim_v)
         if family == "sm_75" and problem.grads and largest > 128:
             refuse("backward", "head_dim at most 128 on sm_75", str(largest))
-        if problem.grads and problem.page_size is not None:
-            refuse("backward", "keys and values that are not paged", "page_table")
         found += _room(problem, target)
         return tuple(found)
 

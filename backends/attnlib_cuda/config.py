@@ -2,13 +2,12 @@
 
 `forward`, `backward` and the small kernels' configurations are frozen dataclasses whose fields become `struct Config`
 of csrc/cuda. Lengths, batch, head counts and scalars are never compile-time. `kernels` lists every kernel that a plan
-may launch, `matrices` every shipped configuration (for `attnlib compile` and ci/compile_matrix).
+may launch, for `attnlib compile` and ci/compile_matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,6 @@ import torch
 from attnlib.problem import AttentionProblem
 
 from . import device, params
-from .matrix import Matrix
 from .spec import KernelSpec
 
 FAULTS = (
@@ -116,7 +114,7 @@ class BackwardConfig(Features):
 
     @property
     def natural(self) -> bool:
-        return self.has_bias or self.alibi
+        return self.has_bias or self.alibi or (self.element == torch.float32 and not self.tf32)
 
     @property
     def shared_bytes(self) -> int:
@@ -341,6 +339,7 @@ def backward(
 ) -> tuple[BackwardConfig, int]:
     """As forward, for the backward."""
     common = features(problem, fault) | {
+        "paged": False,  # see pages.py
         "bias_gradient": "bias" in problem.grads and not problem.deterministic,
         "deterministic": problem.deterministic,
         "dq_first": True,
@@ -377,12 +376,12 @@ def backward(
 
 def rows_config(problem: AttentionProblem, config: BackwardConfig | None = None) -> RowsConfig:
     """For the small kernels; those of the backward follow its tiles."""
-    base = features(problem)
+    base = features(problem) | ({"paged": False} if config else {})
     return RowsConfig(
         **{f.name: base[f.name] for f in dataclasses.fields(RowsConfig) if f.name in base},
         sink_element=problem.sinks or torch.float32,
         has_sinks=problem.sinks is not None,
-        natural=problem.bias is not None or problem.alibi,
+        natural=config is not None and config.natural,
         block_q=config.block_q if config else 64,
         dq_warps=config.dq_warps if config else 1,
         main_warps=config.warps if config else 1,
@@ -451,57 +450,3 @@ def kernels(problem: AttentionProblem, arch: str) -> Sequence[KernelSpec]:
         if "bias" in problem.grads and problem.deterministic:
             found.append(bias_gradient_kernel(main))
     return found
-
-
-def _problem(values: Mapping[str, Any]) -> AttentionProblem:
-    feature, queries = values["feature"], values["queries"]
-    extras: dict[str, dict[str, Any]] = {
-        "plain": {}, "causal": {"window": (None, 0)}, "window": {"window": (64, 64)}, "softcap": {"softcap": 30.0},
-        "bias": {"bias": torch.float32}, "mask": {"mask": True}, "alibi": {"alibi": True, "window": (None, 0)},
-        "sinks": {"sinks": torch.float32}, "block_mask": {"block_mask": (64, 64)},
-        "dropout": {"dropout_p": 0.125, "window": (None, 0)}, "lengths": {"lengths": True},
-        "packed": {"packed": True, "window": (None, 0)}, "paged": {"lengths": True, "page_size": 16},
-        "unaligned": {"aligned": False}, "tf32": {"tf32": True},
-    }  # fmt: skip
-    extra = extras[feature]
-    grads: tuple[str, ...] = () if feature == "paged" or queries < 128 else ("q", "k", "v")
-    if grads and feature == "bias":
-        grads += ("bias",)
-    if grads and feature == "sinks":
-        grads += ("sinks",)
-    return AttentionProblem(
-        dtype=values["dtype"], batch=2, seqlen_q=queries, seqlen_k=1024, num_heads_q=4, num_heads_kv=2,
-        head_dim=values["head_dim"], head_dim_v=values["head_dim_v"] or values["head_dim"], scale=0.125,
-        grads=grads, deterministic=values["deterministic"] and bool(grads), **extra,
-    )  # fmt: skip
-
-
-def _build(which: int, arch: str, values: Mapping[str, Any]) -> KernelSpec | None:
-    if arch == "sm_75" and values["dtype"] != torch.float16:
-        return None
-    if values["feature"] == "tf32" and values["dtype"] != torch.float32:
-        return None
-    problem = _problem(values)
-    if arch == "sm_75" and problem.grads and max(problem.head_dim, problem.head_dim_v) > 128:
-        return None
-    try:
-        found = kernels(problem, arch)
-    except ValueError:  # too large for that architecture's shared memory, which the backend refuses
-        return None
-    return found[which] if which < len(found) else None
-
-
-def matrices() -> Sequence[Matrix]:
-    """Every shipped configuration: each kernel of each problem of these axes."""
-    axes: dict[str, tuple[Any, ...]] = {
-        "dtype": (torch.float16, torch.bfloat16, torch.float32),
-        "head_dim": (64, 80, 128, 192, 256),
-        "head_dim_v": (0, 128),
-        "queries": (8, 64, 1024),
-        "feature": (
-            "plain", "causal", "window", "softcap", "bias", "mask", "alibi", "sinks", "block_mask", "dropout",
-            "lengths", "packed", "paged", "unaligned", "tf32",
-        ),
-        "deterministic": (False, True),
-    }  # fmt: skip
-    return [Matrix(f"kernel {which}", axes, functools.partial(_build, which)) for which in range(7)]

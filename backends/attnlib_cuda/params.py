@@ -46,6 +46,10 @@ class ParamsLayout:
             raise KeyError(f"{self.name} has no {sorted(unknown)}")
         return {**self._defaults, **values}
 
+    def known(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of values that are members."""
+        return {name: values[name] for name in self.names if name in values}
+
     def filled(self, full: dict[str, Any]) -> bytes:
         """The struct from all its members in order."""
         return self.format.pack(*full.values())

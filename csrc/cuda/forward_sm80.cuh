@@ -113,7 +113,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     const int row0 = warp_m * 16 * M;   // the warp's first row of the tile
     const uint32_t q_lane = T::QTile::by_row(base + row0 * T::QTile::pitch, lane);
     const uint32_t k_lane = T::KTile::by_chunk(base + T::k_at + warp_n * T::keys * T::KTile::pitch, lane);
-    const uint32_t v_lane = T::VTile::by_k(base + T::v_at, lane, false) + warp_n * T::columns * static_cast<int>(sizeof(element));
+    const uint32_t v_lane = T::VTile::by_k(base + T::v_at, lane, false, true) + warp_n * T::columns * static_cast<int>(sizeof(element));
     const Partner<Config> partner{base, lane, warp_m, warp_n};
     const auto share = [&](float (&top)[M][2]) { partner.reduce(top, [](float x, float y) { return fmaxf(x, y); }); };
     const auto seed_again = [&] { return Config::dropout ? static_cast<uint64_t>(*address<const volatile int64_t>(p.seed)) : 0; };

@@ -61,9 +61,9 @@ struct ForwardTile {
     }
 
     // O += P V
-    __device__ __forceinline__ void add_values(const float (&p)[M][N][4], const Packed& packed, uint32_t v_lane, int lane) {
+    __device__ __forceinline__ void add_values(float (&p)[M][N][4], const Packed& packed, uint32_t v_lane, int lane) {
         accumulate<atom, M, C, key_steps>(acc,
-            [&](int m, int k) { return atom::wide ? atom::from_accumulators(p[m], k) : packed.a[atom::wide ? 0 : m][atom::wide ? 0 : k]; },
+            [&](int m, int k) { return atom::wide ? atom::take_accumulators(p[m], k) : packed.a[atom::wide ? 0 : m][atom::wide ? 0 : k]; },
             [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { VTile::template load_b_by_k<true>(b0, b1, v_lane, k * atom::k, c / 2, lane); });
     }
 };

@@ -59,8 +59,8 @@ __device__ __forceinline__ void delta_kernel(const DeltaParams& p) {
             if (lse != -infinity) {
                 if (p.dlse) sum -= address<const float>(p.dlse)[b * p.dlse_b * !Config::packed + head * p.dlse_h + (first + i) * p.dlse_i];
                 delta = sum;
-                shift = lse * log2e;
-                if constexpr (Config::natural) {
+                shift = Config::natural ? lse : lse * log2e;
+                if (Config::natural && p.stats) {
                     shift = address<const float>(p.stats)[at];
                     const float l = address<const float>(p.stats)[p.stats_l + at];
                     factor = log2f(l);
