@@ -88,6 +88,40 @@ class ForwardConfig(Features):
 
 
 @dataclass(frozen=True)
+class WarpgroupConfig(Features):
+    """Tile shape and schedule of the wgmma forward; see csrc/cuda/forward_sm90.cuh.
+
+    warpgroups: those that compute, 64 rows each. columns_v: width of O's product. dynamic: tiles go to whoever asks
+    first. unroll: places in the rings are known at compile time. maximum: no tile does without.
+    """
+
+    sink_element: torch.dtype
+    has_sinks: bool
+    warpgroups: int
+    block_k: int
+    stages: int
+    q_buffers: int
+    q_in_registers: bool
+    unroll: bool
+    dynamic: bool
+    maximum: bool
+    columns_v: int
+    pack: bool = False
+    warps_n: int = 1
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def shared_bytes(self) -> int:
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        rows = self.q_buffers * self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
+        barriers = 16 * self.q_buffers + 32 * self.stages
+        return rows * 128 + -(-barriers // 16) * 16 + 48 * self.q_buffers
+
+
+@dataclass(frozen=True)
 class BackwardConfig(Features):
     """Tile shape of the backward; see csrc/cuda/backward_sm80.cuh."""
 
@@ -290,6 +324,43 @@ def forward(
     raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
 
 
+WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
+_WarpgroupShape = tuple[int, int, int, int, bool, bool]  # warpgroups, block_k, stages, q_buffers, q_in_registers, unroll
+
+
+def _warpgroup_shape(problem: AttentionProblem) -> _WarpgroupShape:
+    d = max(problem.head_dim, problem.head_dim_v)
+    if d <= 64:
+        return 3, 128, 2, 2, False, False
+    if d <= 128:
+        return (3, 80, 3, 2, False, True) if problem.window == (None, None) else (3, 80, 2, 2, False, True)
+    if problem.head_dim_v <= 128:
+        return 2, 128, 2, 1, False, False
+    return (2, 96, 2, 1, False, False) if d <= 192 else (2, 80, 2, 1, False, False)
+
+
+def warpgroup(
+    problem: AttentionProblem, target: device.DeviceInfo, shape: Mapping[str, Any] | None = None
+) -> WarpgroupConfig | None:
+    """The wgmma forward's configuration; None where that kernel does not cover the problem."""
+    if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
+        return None
+    lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
+    if lookups or problem.dropout_threshold > 0 or problem.page_size is not None or problem.append:
+        return None
+    if problem.head_dim_v > problem.head_dim or problem.head_dim_v < 40 or problem.seqlen_q * problem.group < 64:
+        return None
+    names = ("warpgroups", "block_k", "stages", "q_buffers", "q_in_registers", "unroll")
+    common = features(problem) | {
+        "sink_element": problem.sinks or torch.float32,
+        "has_sinks": problem.sinks is not None,
+        "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
+        "maximum": False,
+        "columns_v": next(width for width in WGMMA_WIDTHS if problem.head_dim_v <= width),
+    }
+    return WarpgroupConfig(**(common | dict(zip(names, _warpgroup_shape(problem), strict=True)) | dict(shape or {})))
+
+
 def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
     """Rows of the grid in which warps share dQ: near-square parts, in pairs of n8 tiles; 0 if there is none."""
     for count in (2, 4, 1, 8):
@@ -404,6 +475,13 @@ def backward_kernel(config: BackwardConfig, blocks: int) -> KernelSpec:
     return KernelSpec(
         "backward_sm80.cuh", "backward_sm80", config, threads=32 * config.warps, min_blocks=blocks,
         params="attnlib::BackwardParams", params_size=params.BACKWARD.size,
+    )  # fmt: skip
+
+
+def warpgroup_kernel(config: WarpgroupConfig) -> KernelSpec:
+    return KernelSpec(
+        "forward_sm90.cuh", "forward_sm90", config, threads=128 * (config.warpgroups + 1),
+        params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
     )  # fmt: skip
 
 

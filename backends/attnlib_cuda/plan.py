@@ -14,6 +14,7 @@ from attnlib.problem import AttentionProblem, Tensors
 
 from . import config, device, jit, params
 from .spec import KernelSpec
+from .warpgroup import WarpgroupForward
 
 _UNBOUNDED = 1 << 29
 
@@ -45,13 +46,19 @@ class Sm80Plan:
     """One signature and size class on one device."""
 
     def __init__(
-        self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = ""
-    ) -> None:
+        self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = "",
+        warpgroups: bool = False,
+    ) -> None:  # fmt: skip
         self._index = target.index or 0
         self._info = device.info(self._index) if target.present else device.for_arch(target.arch)
         wanted = dict(shape or {})
         fault = wanted.pop("fault", fault)
-        inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward")}
+        inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward", "warpgroup")}
+        self._warpgroup = None
+        if warpgroups and not fault:
+            chosen = config.warpgroup(problem, self._info, inner["warpgroup"])
+            if chosen is not None:
+                self._warpgroup = WarpgroupForward(chosen, self._info, self._index)
         self._splits = wanted.pop("num_splits", None)
         self._ready: _Ready | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
@@ -67,6 +74,12 @@ class Sm80Plan:
             "warps": self._forward.warps, "num_stages": self._forward.stages,
             "shared_bytes": self._forward.shared_bytes,
         }  # fmt: skip
+        if self._warpgroup is not None:
+            w = self._warpgroup.config
+            found |= {
+                "kernel": "forward_sm90", "block_q": w.block_q, "block_k": w.block_k, "warps": 4 * w.warpgroups + 4,
+                "num_stages": w.stages, "shared_bytes": w.shared_bytes,
+            }  # fmt: skip
         if self._backward is not None:
             found["backward"] = {
                 "kernel": "backward_sm80", "block_q": self._backward.block_q, "block_k": self._backward.block_k,
@@ -149,6 +162,9 @@ class Sm80Plan:
             lse = allocate((ready.splits, t.lse.numel()), torch.float32, t.q.device)
             out = allocate((ready.splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
             values["partial_out"], values["partial_lse"] = out.data_ptr(), lse.data_ptr()
+        if self._warpgroup is not None:
+            self._warpgroup.launch(problem, t, values, ready.grid[0])
+            return
         stream = torch.cuda.current_stream(self._index).cuda_stream
         kernel = jit.load(ready.spec, self._index, problem)
         kernel.launch(ready.grid, stream, params.FORWARD.filled(values), ready.shared, problem=problem)
@@ -165,12 +181,15 @@ class Sm80Plan:
     def _prepare(self, problem: AttentionProblem, t: Tensors) -> _Ready:
         """All of a forward that its tensors don't decide."""
         c, packed = self._forward, problem.packed
-        per_tile = c.block_q // problem.group if c.pack else c.block_q
-        tiles = problem.total_q // per_tile + problem.batch + 1 if packed else -(-problem.seqlen_q // per_tile)
-        units = (problem.num_heads_kv if c.pack else problem.num_heads_q) * (1 if packed else problem.batch)
-        splits = self._splits or config.splits(problem, self._info, c.block_q, c.block_k, self._resident(c))
-        if splits > 1:
-            c = replace(c, split=True)
+        if self._warpgroup is not None:
+            (tiles, units), splits = self._warpgroup.tiles(problem), 1
+        else:
+            per_tile = c.block_q // problem.group if c.pack else c.block_q
+            tiles = problem.total_q // per_tile + problem.batch + 1 if packed else -(-problem.seqlen_q // per_tile)
+            units = (problem.num_heads_kv if c.pack else problem.num_heads_q) * (1 if packed else problem.batch)
+            splits = self._splits or config.splits(problem, self._info, c.block_q, c.block_k, self._resident(c))
+            if splits > 1:
+                c = replace(c, split=True)
         right = problem.window.right
         values = {
             **self._sizes(problem), "stats_l": t.lse.numel(), "sinks_h": 1, "tiles": tiles, "splits": splits,

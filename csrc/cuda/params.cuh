@@ -2,6 +2,7 @@
 // Addresses are uint64_t; strides are in elements. *_b, *_i, *_j, *_h: sequence, query, key, head.
 #pragma once
 
+#include "ptx/hopper.cuh"
 #include "types.h"
 
 namespace attnlib {
@@ -20,6 +21,13 @@ struct ForwardParams {
     int32_t tiles, section, splits;
 };
 static_assert(sizeof(ForwardParams) == 448, "params.py and params.cuh differ");
+
+struct ForwardMapsParams {   // forward_sm90.cuh: maps of [batch, head, row, column]
+    ptx::TensorMap q, k, v, out;
+    ForwardParams problem;
+    uint64_t ticket;   // int32 in global memory, 0 before and after a launch; 0: tiles go round robin
+};
+static_assert(sizeof(ForwardMapsParams) == 1024, "params.py and params.cuh differ");
 
 struct CombineParams {
     uint64_t out, lse, stats, sinks, partial_out, partial_lse, q_lens, cu_q;
