@@ -149,6 +149,10 @@ class BackwardConfig(Features):
         return self.warps_k * self.warps_q
 
     @property
+    def dq_columns(self) -> int:
+        return padded(self.head_dim)
+
+    @property
     def natural(self) -> bool:
         return self.has_bias or self.alibi
 
@@ -160,6 +164,39 @@ class BackwardConfig(Features):
         scores = self.block_k * self.block_q * size * (3 if self.warps_q > 1 else 2)
         keys, warps = self.block_k * (d + dv) * size, (512 * self.dq_stage + 8) * self.warps
         return keys + self.stages * stage + gradients + scores + warps + 64
+
+
+@dataclass(frozen=True)
+class WarpgroupBackwardConfig(Features):
+    """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh."""
+
+    deterministic: bool
+    block_q: int
+    stages: int
+    o_stages: int
+    columns: int
+    columns_v: int
+    early_dv: bool
+    drain: bool
+    pack: bool = False
+
+    block_k = 128
+    warps = 8  # that compute
+    natural = False
+
+    @property
+    def dq_warps(self) -> int:
+        return 4 * (self.block_q // 64)
+
+    @property
+    def dq_columns(self) -> int:
+        return 64 * -(-self.head_dim // 64)
+
+    @property
+    def shared_bytes(self) -> int:
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        rows = 128 * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v + 6)
+        return rows * 128 + 8 * self.block_q * self.stages + 4 * 48 + 8 + 16 * (self.stages + self.o_stages) + 24
 
 
 @dataclass(frozen=True)
@@ -179,6 +216,7 @@ class RowsConfig:
     block_q: int
     dq_warps: int
     main_warps: int
+    dq_columns: int
     dq_floats: int
 
 
@@ -361,6 +399,28 @@ def warpgroup(
     return WarpgroupConfig(**(common | dict(zip(names, _warpgroup_shape(problem), strict=True)) | dict(shape or {})))
 
 
+def warpgroup_backward(
+    problem: AttentionProblem, target: device.DeviceInfo, shape: Mapping[str, Any] | None = None
+) -> WarpgroupBackwardConfig | None:
+    """The wgmma backward's configuration; None where that kernel does not cover the problem."""
+    if warpgroup(problem, target) is None or problem.softcap is not None:
+        return None
+    if problem.head_dim > 128 or problem.head_dim < 40:
+        return None
+    width = lambda dim: next(width for width in WGMMA_WIDTHS if dim <= width)
+    common = features(problem) | {
+        "deterministic": problem.deterministic,
+        "block_q": 128 if problem.head_dim <= 64 else 64,
+        "stages": 2,
+        "o_stages": 2,
+        "early_dv": 64 < problem.head_dim <= 112,
+        "drain": problem.head_dim <= 64,
+        "columns": width(problem.head_dim),
+        "columns_v": width(problem.head_dim_v),
+    }
+    return WarpgroupBackwardConfig(**(common | dict(shape or {})))
+
+
 def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
     """Rows of the grid in which warps share dQ: near-square parts, in pairs of n8 tiles; 0 if there is none."""
     for count in (2, 4, 1, 8):
@@ -446,7 +506,9 @@ def backward(
     raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
 
 
-def rows_config(problem: AttentionProblem, config: BackwardConfig | None = None) -> RowsConfig:
+def rows_config(
+    problem: AttentionProblem, config: BackwardConfig | WarpgroupBackwardConfig | None = None
+) -> RowsConfig:
     """For the small kernels; those of the backward follow its tiles."""
     base = features(problem)
     return RowsConfig(
@@ -457,7 +519,8 @@ def rows_config(problem: AttentionProblem, config: BackwardConfig | None = None)
         block_q=config.block_q if config else 64,
         dq_warps=config.dq_warps if config else 1,
         main_warps=config.warps if config else 1,
-        dq_floats=config.block_q * padded(problem.head_dim) if config else 64,
+        dq_columns=config.dq_columns if config else 32,
+        dq_floats=config.block_q * config.dq_columns if config else 64,
     )
 
 
@@ -482,6 +545,13 @@ def warpgroup_kernel(config: WarpgroupConfig) -> KernelSpec:
     return KernelSpec(
         "forward_sm90.cuh", "forward_sm90", config, threads=128 * (config.warpgroups + 1),
         params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
+    )  # fmt: skip
+
+
+def warpgroup_backward_kernel(config: WarpgroupBackwardConfig) -> KernelSpec:
+    return KernelSpec(
+        "backward_sm90.cuh", "backward_sm90", config, threads=384, params="attnlib::BackwardMapsParams",
+        params_size=params.BACKWARD_MAPS_SIZE,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from attnlib.problem import AttentionProblem, Tensors
 
 from . import config, device, jit, params
 from .spec import KernelSpec
-from .warpgroup import WarpgroupForward
+from .warpgroup import WarpgroupForward, launch_backward
 
 _UNBOUNDED = 1 << 29
 
@@ -53,7 +53,7 @@ class Sm80Plan:
         self._info = device.info(self._index) if target.present else device.for_arch(target.arch)
         wanted = dict(shape or {})
         fault = wanted.pop("fault", fault)
-        inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward", "warpgroup")}
+        inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward", "warpgroup", "warpgroup_backward")}
         self._warpgroup = None
         if warpgroups and not fault:
             chosen = config.warpgroup(problem, self._info, inner["warpgroup"])
@@ -63,9 +63,13 @@ class Sm80Plan:
         self._ready: _Ready | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
         self._rows = config.rows_config(problem)
-        self._backward = None
+        self._backward: config.BackwardConfig | config.WarpgroupBackwardConfig | None = None
         if problem.grads:
-            self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
+            self._backward, self._backward_blocks = None, 1
+            if self._warpgroup is not None:
+                self._backward = config.warpgroup_backward(problem, self._info, inner["warpgroup_backward"])
+            if self._backward is None:
+                self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
             self._backward_rows = config.rows_config(problem, self._backward)
 
     def describe(self) -> Mapping[str, Any]:
@@ -82,7 +86,8 @@ class Sm80Plan:
             }  # fmt: skip
         if self._backward is not None:
             found["backward"] = {
-                "kernel": "backward_sm80", "block_q": self._backward.block_q, "block_k": self._backward.block_k,
+                "kernel": f"backward_{'sm90' if isinstance(self._backward, config.WarpgroupBackwardConfig) else 'sm80'}",
+                "block_q": self._backward.block_q, "block_k": self._backward.block_k,
                 "warps": self._backward.warps, "shared_bytes": self._backward.shared_bytes,
             }  # fmt: skip
         return found
@@ -239,7 +244,7 @@ class Sm80Plan:
         floats = 4 if c.natural else 2
         slots = heads * row_tiles
         rows = allocate((slots * c.block_q * floats,), torch.float32, t.q.device)
-        dq_sum = allocate((slots * c.block_q * config.padded(c.head_dim),), torch.float32, t.q.device)
+        dq_sum = allocate((slots * c.block_q * c.dq_columns,), torch.float32, t.q.device)
         shared = {
             "rows": rows.data_ptr(), "dq_sum": dq_sum.data_ptr(), "row_tiles": row_tiles,
             "batch": problem.batch, "seqlen_q": problem.seqlen_q, "total_q": problem.total_q, "heads_q": heads,
@@ -279,8 +284,11 @@ class Sm80Plan:
             # Blocks that wait for later ones must run together, whatever a few other streams do.
             slots_at_once = self._info.sm_count * self._backward_blocks
             values["rotate"] = int(4 * -(-problem.seqlen_k // c.block_k) <= slots_at_once)
-        spec = config.backward_kernel(c, self._backward_blocks)
-        self._launch(spec, params.BACKWARD, values, (k_tiles * units, 1, 1), c.shared_bytes, problem)
+        if isinstance(c, config.WarpgroupBackwardConfig):
+            launch_backward(c, self._index, problem, t, values, k_tiles * units)
+        else:
+            spec = config.backward_kernel(c, self._backward_blocks)
+            self._launch(spec, params.BACKWARD, values, (k_tiles * units, 1, 1), c.shared_bytes, problem)
         if t.dq is not None:
             gradient = shared | places | {"dq": _address(t.dq), "scale": problem.scale}
             gradient |= _strides("dq", t.dq, packed, "bih")

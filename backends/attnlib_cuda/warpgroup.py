@@ -71,6 +71,21 @@ class WarpgroupForward:
         stream = torch.cuda.current_stream(self._index).cuda_stream
         maps = [operand_map(t.q, c.block_q), operand_map(t.k, c.block_k), operand_map(t.v, c.block_k), operand_map(t.out, 16)]
         ticket = _ticket(self._index, stream) if c.dynamic else None
-        struct = params.forward_maps(maps, params.FORWARD.filled(values), 0 if ticket is None else ticket.data_ptr())
+        counter = (0 if ticket is None else ticket.data_ptr()).to_bytes(8, "little")
+        struct = params.with_maps(maps, params.FORWARD.filled(values) + counter, params.FORWARD_MAPS_SIZE)
         kernel = jit.load(self._spec, self._index, problem)
         kernel.launch((min(self._info.sm_count, grid), 1, 1), stream, struct, c.shared_bytes, problem=problem)
+
+
+def launch_backward(
+    chosen: config.WarpgroupBackwardConfig, index: int, problem: AttentionProblem, t: Tensors, values: dict[str, Any],
+    grid: int,
+) -> None:  # fmt: skip
+    """values: members of BackwardParams."""
+    assert t.dout is not None
+    rows, keys = chosen.block_q, chosen.block_k
+    maps = [operand_map(t.q, rows), operand_map(t.k, keys), operand_map(t.v, keys), operand_map(t.dout, rows)]
+    struct = params.with_maps(maps, params.BACKWARD.pack(values), params.BACKWARD_MAPS_SIZE)
+    kernel = jit.load(config.warpgroup_backward_kernel(chosen), index, problem)
+    stream = torch.cuda.current_stream(index).cuda_stream
+    kernel.launch((grid, 1, 1), stream, struct, chosen.shared_bytes, problem=problem)

@@ -61,6 +61,12 @@ struct BackwardParams {
 };
 static_assert(sizeof(BackwardParams) == 568, "params.py and params.cuh differ");
 
+struct BackwardMapsParams {   // backward_sm90.cuh
+    ptx::TensorMap q, k, v, dout;
+    BackwardParams problem;
+};
+static_assert(sizeof(BackwardMapsParams) == 1088, "params.py and params.cuh differ");
+
 struct DeltaParams {
     uint64_t out, dout, lse, stats, dlse, rows, dq_sum, q_lens, cu_q;
     int64_t out_b, out_i, out_h, do_b, do_i, do_h, dlse_b, dlse_h, dlse_i, stats_l;

@@ -34,6 +34,10 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const TensorMap* map, i
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch), "r"(barrier), "l"(policy) : "memory");
 }
+// Plain bytes, a multiple of 16.
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ void tensor_store(uint32_t from, const TensorMap* map, int column, int row, int head, int batch) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                  ::"l"(map), "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
@@ -61,6 +65,10 @@ template <int pending> __device__ __forceinline__ void wgmma_wait() { asm volati
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {   // stored row: a column of the matrix
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // The compiler may move no use or definition of these across this point.

@@ -53,19 +53,19 @@ template <int N> struct Wgmma;
 #define ATTNLIB_D16 ATTNLIB_D15, ATTNLIB_T(30), ATTNLIB_T(31)
 
 // blocks: N / 16. o0..o6: the numbers of the operands after the accumulator's.
-#define ATTNLIB_SS(N, blocks, types, o0, o1, o2) \
+#define ATTNLIB_SS(N, blocks, types, o0, o1, o2, o3) \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #o2 ", 0;\n" \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." types " {" ATTNLIB_R##blocks "}, %" #o0 ", %" #o1 ", p, 1, 1, 0, 0; }" \
-                 : ATTNLIB_D##blocks : "l"(a), "l"(b), "r"(static_cast<int>(keep)))
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." types " {" ATTNLIB_R##blocks "}, %" #o0 ", %" #o1 ", p, 1, 1, 0, %" #o3 "; }" \
+                 : ATTNLIB_D##blocks : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(static_cast<int>(by_k)))
 #define ATTNLIB_RS(N, blocks, types, o0, o1, o2, o3, o4, o5, o6) \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #o5 ", 0;\n" \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." types " {" ATTNLIB_R##blocks "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, %" #o6 "; }" \
                  : ATTNLIB_D##blocks : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(keep)), "n"(static_cast<int>(by_k)))
 #define ATTNLIB_WGMMA(N, blocks, o0, o1, o2, o3, o4, o5, o6) \
     template <> struct Wgmma<N> { \
-        template <bool half> __device__ __forceinline__ static void ss(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool keep) { \
-            if constexpr (half) { ATTNLIB_SS(N, blocks, "f16.f16", o0, o1, o2); } \
-            else { ATTNLIB_SS(N, blocks, "bf16.bf16", o0, o1, o2); } \
+        template <bool half, bool by_k> __device__ __forceinline__ static void ss(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool keep) { \
+            if constexpr (half) { ATTNLIB_SS(N, blocks, "f16.f16", o0, o1, o2, o3); } \
+            else { ATTNLIB_SS(N, blocks, "bf16.bf16", o0, o1, o2, o3); } \
         } \
         template <bool half, bool by_k> __device__ __forceinline__ static void rs(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool keep) { \
             if constexpr (half) { ATTNLIB_RS(N, blocks, "f16.f16", o0, o1, o2, o3, o4, o5, o6); } \
