@@ -168,10 +168,16 @@ class BackwardConfig(Features):
 
 @dataclass(frozen=True)
 class WarpgroupBackwardConfig(Features):
-    """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh."""
+    """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh.
+
+    split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. early_dv, drain:
+    whether dV is issued before dS is computed, and whether dK must end before the next tile begins.
+    """
 
     deterministic: bool
+    split: bool
     block_q: int
+    block_k: int
     stages: int
     o_stages: int
     columns: int
@@ -180,9 +186,11 @@ class WarpgroupBackwardConfig(Features):
     drain: bool
     pack: bool = False
 
-    block_k = 128
     warps = 8  # that compute
     natural = False
+
+    def _panels(self, dim: int) -> int:
+        return -(-dim // 128) * 2 if self.split else -(-dim // 64)
 
     @property
     def dq_warps(self) -> int:
@@ -190,13 +198,15 @@ class WarpgroupBackwardConfig(Features):
 
     @property
     def dq_columns(self) -> int:
-        return 64 * -(-self.head_dim // 64)
+        return 64 * self._panels(self.head_dim)
 
     @property
     def shared_bytes(self) -> int:
-        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
-        rows = 128 * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v + 6)
-        return rows * 128 + 8 * self.block_q * self.stages + 4 * 48 + 8 + 16 * (self.stages + self.o_stages) + 24
+        panels, panels_v = self._panels(self.head_dim), self._panels(self.head_dim_v)
+        rows = self.block_k * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v)
+        scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
+        barriers = 8 + 16 * (self.stages + self.o_stages) + 24
+        return rows * 128 + scores + 8 * self.block_q * self.stages + 4 * 48 + barriers
 
 
 @dataclass(frozen=True)
@@ -367,14 +377,15 @@ _WarpgroupShape = tuple[int, int, int, int, bool, bool]  # warpgroups, block_k, 
 
 
 def _warpgroup_shape(problem: AttentionProblem) -> _WarpgroupShape:
-    d = max(problem.head_dim, problem.head_dim_v)
+    """From the sweep of docs/kernels/sm90_forward.md."""
+    d, full = problem.head_dim, problem.window == (None, None)
     if d <= 64:
-        return 3, 128, 2, 2, False, False
+        return 3, 128, 3 if full else 2, 2, False, False
     if d <= 128:
-        return (3, 80, 3, 2, False, True) if problem.window == (None, None) else (3, 80, 2, 2, False, True)
-    if problem.head_dim_v <= 128:
-        return 2, 128, 2, 1, False, False
-    return (2, 96, 2, 1, False, False) if d <= 192 else (2, 80, 2, 1, False, False)
+        return 2, 128, 2, 2, True, False
+    if d <= 192:
+        return 2, 128 if problem.head_dim_v <= 128 else 96, 2, 1, False, False
+    return 2, 64, 2, 1, False, False
 
 
 def warpgroup(
@@ -405,18 +416,22 @@ def warpgroup_backward(
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
     if warpgroup(problem, target) is None or problem.softcap is not None:
         return None
-    if problem.head_dim > 128 or problem.head_dim < 40:
-        return None
-    width = lambda dim: next(width for width in WGMMA_WIDTHS if dim <= width)
+    split = problem.head_dim > 128
+
+    def width(dim: int) -> int:
+        return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
+
     common = features(problem) | {
         "deterministic": problem.deterministic,
+        "split": split,
         "block_q": 128 if problem.head_dim <= 64 else 64,
+        "block_k": 64 if split else 128,
         "stages": 2,
         "o_stages": 2,
-        "early_dv": 64 < problem.head_dim <= 112,
-        "drain": problem.head_dim <= 64,
         "columns": width(problem.head_dim),
         "columns_v": width(problem.head_dim_v),
+        "early_dv": 64 < problem.head_dim <= 112,
+        "drain": problem.head_dim <= 64,
     }
     return WarpgroupBackwardConfig(**(common | dict(shape or {})))
 

@@ -2,16 +2,20 @@
 //
 //   P = exp(s - lse);  dP = dO V^T;  dS = P (dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = scale dS K
 //
-// A block owns 128 keys of one key/value head, 64 for each of two warpgroups, and walks the query tiles that see them, for
-// every query head of the group; one thread of a third warpgroup loads. S and dP are kept transposed (keys along the
-// rows), so that P and dS are the A operands of dV and dK as they are; dS also goes through shared memory, where dQ
-// wants it from both warpgroups. dQ is added to a float32 workspace in fragment order (gradient.cuh undoes it).
+// A block owns block_k keys of one key/value head and walks the query tiles that see them, for every query head of the
+// group; one thread of a warpgroup loads, two warpgroups compute. S and dP are kept transposed (keys along the rows). dQ is
+// added to a float32 workspace in fragment order (gradient.cuh undoes it). Two ways to share the work:
 //
-// The tensor cores' queue in a step j, and what runs beside it:
+//   head dims to 128: 128 keys, 64 for each warpgroup. P and dS are the A operands of dV and dK as they are in registers; dS also
+//   goes through shared memory, as [query][key], where dQ wants it from both. The tensor cores' queue in a step j, and
+//   what runs beside it:
+//     S_j, dP_j | P = exp(S - lse)      dV_j | dS = P (dP - delta), stored      dQ_{j-1}, dK_j | dQ_{j-1} is added to memory
 //
-//   S_j, dP_j | P = exp(S - lse)      dV_j | dS = P (dP - delta), stored      dQ_{j-1}, dK_j | dQ_{j-1} is added to memory
+//   split, larger head dims: 64 keys, whose dK and dV take all registers: each warpgroup owns half of their columns, and half of
+//   the queries of S and dP. P and dS pass through shared memory, as [key][query].
+//     S_j, dP_j | P = exp(S - lse), dS = P (dP - delta), stored      dQ_j, dV_j, dK_j | dQ_j is added to memory
 //
-//   shared memory: K | V | stages x Q | o_stages x dO | 3 x dS [query][key] | stages x row statistics | barriers | records
+//   shared memory: K | V | stages x Q | o_stages x dO | 3 x dS, or 2 x (P, dS) | stages x row statistics | records | barriers
 //   all tiles as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle
 #pragma once
 
@@ -26,24 +30,28 @@ namespace attnlib {
 template <class Config>
 struct WarpgroupBackwardTile {
     using element = typename Config::element;
+    static constexpr int panels_of(int dim) { return Config::split ? (dim + 127) / 128 * 2 : (dim + 63) / 64; }
     using atom = Atom<Config>;
     static constexpr bool half = is_half<element>::value;
-    static constexpr int block_q = Config::block_q, block_k = 128, stages = Config::stages, o_stages = Config::o_stages, N = block_q / 8;
-    static constexpr int panels = (Config::head_dim + 63) / 64, panels_v = (Config::head_dim_v + 63) / 64;
+    static constexpr bool split = Config::split;
+    static constexpr int block_q = Config::block_q, block_k = Config::block_k, stages = Config::stages, o_stages = Config::o_stages;
+    static constexpr int queries = split ? block_q / 2 : block_q, keys = 64, N = queries / 8;   // of a warpgroup's S
+    static constexpr int panels = panels_of(Config::head_dim), panels_v = panels_of(Config::head_dim_v);
     static constexpr int steps = (Config::head_dim + 15) / 16, steps_v = (Config::head_dim_v + 15) / 16;
-    static constexpr int columns = Config::columns, columns_v = Config::columns_v;   // of dK, dV: head dims and what Wgmma rounds them up to
+    static constexpr int columns = Config::columns, columns_v = Config::columns_v;   // of a warpgroup's dK and dV, rounded up to what Wgmma has
     static constexpr int dq_rows = block_q / 64, dq_columns = 64 * panels / (2 / dq_rows);   // how the warpgroups share dQ
     using QPanel = Tile<Config, block_q, 64>;
     using KPanel = Tile<Config, block_k, 64>;
-    static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = 2 * QPanel::bytes;
+    static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = split ? 4 : 3;
     static constexpr int k_at = 0, v_at = panels * KPanel::bytes, q_at = v_at + panels_v * KPanel::bytes, o_at = q_at + stages * q_bytes;
-    static constexpr int ds_at = o_at + o_stages * o_bytes, rows_at = ds_at + 3 * ds_bytes, rows_bytes = 8 * block_q;
+    static constexpr int ds_at = o_at + o_stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
     static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = 4;
     static constexpr int keys_full = record_at + records * record_bytes, q_full = keys_full + 8, q_empty = q_full + 8 * stages;
     static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * o_stages, ds_full = o_empty + 8 * o_stages, shared_bytes = ds_full + 24;
     static constexpr int dq_floats = block_q * 64 * panels;
     static constexpr bool tails = Config::lengths || Config::packed;
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
+    static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && Scorer<Config>::raw, "scores that nothing but position touches");
     static_assert(stages + 2 <= records, "a record outlives its stage by a step");
 };
@@ -170,7 +178,7 @@ template <class Config>
 struct WarpgroupBackward {
     using T = WarpgroupBackwardTile<Config>;
     using atom = typename T::atom;
-    static constexpr int N = T::N, key_steps = T::block_k / 16, query_steps = T::block_q / 16, CQ = T::dq_columns / 8;
+    static constexpr int N = T::N, key_steps = T::block_k / 16, query_steps = T::block_q / 16, fragments = T::queries / 16, CQ = T::dq_columns / 8;
 
     const BackwardParams& p;
     const uint32_t base;
@@ -178,7 +186,7 @@ struct WarpgroupBackward {
     const float scale;
     float dk[1][T::columns / 8][4], dv[1][T::columns_v / 8][4];
     float s[1][N][4], dp[N][4], dq[CQ][4];
-    uint32_t a[query_steps][4], d[query_steps][4];   // P and dS, rounded
+    uint32_t a[fragments][4], d[fragments][4];   // P and dS, rounded
 
     __device__ __forceinline__ WarpgroupBackward(const BackwardParams& p, uint32_t base, int group, int lane)
         : p(p), base(base), group(group), lane(lane), scale(p.scale * log2e) {}
@@ -190,67 +198,86 @@ struct WarpgroupBackward {
     }
 
     // ---- products
-    // [64 keys, queries] of this warpgroup's rows of K or V and a tile of Q or dO
+    // [64 keys, queries] of this warpgroup's rows of K or V and of Q or dO
     template <int count>
     __device__ __forceinline__ void issue_transposed(float (&to)[N][4], uint32_t keys, uint32_t queries) {
+        (T::split ? queries : keys) += 128 * group * (T::split ? T::queries : T::keys);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < count; ++step)
-            ptx::Wgmma<T::block_q>::template ss<T::half, false>(to, ptx::panel_descriptor(keys + 64 * group * 128 + step / 4 * T::KPanel::bytes + step % 4 * 32, 16),
-                                                                ptx::panel_descriptor(queries + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), step > 0);
+            ptx::Wgmma<T::queries>::template ss<T::half, false, false>(to, ptx::panel_descriptor(keys + step / 4 * T::KPanel::bytes + step % 4 * 32, 16),
+                                                                       ptx::panel_descriptor(queries + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), step > 0);
     }
-    // [64 keys, head_dim] += P or dS (registers) times dO or Q
+    // [64 keys, columns] += P or dS (registers, or what lies at `stored`) times dO or Q
     template <int columns>
-    __device__ __forceinline__ void issue_keys(float (&to)[columns / 8][4], const uint32_t (&x)[query_steps][4], uint32_t queries) {
+    __device__ __forceinline__ void issue_keys(float (&to)[columns / 8][4], const uint32_t (&x)[fragments][4], uint32_t stored, uint32_t queries) {
+        if constexpr (T::split) queries += group * (columns / 64) * T::QPanel::bytes;
         ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < query_steps; ++step)
-            ptx::Wgmma<columns>::template rs<T::half, true>(to, x[step], ptx::panel_descriptor(queries + step * 2048, T::QPanel::bytes), true);
-    }
-    __device__ __forceinline__ void issue_queries(int buffer) {   // dQ
-        const int row_part = T::dq_rows == 2 ? group : 0, column_part = T::dq_rows == 2 ? 0 : group;
-        const uint32_t ds = base + T::ds_at + buffer * T::ds_bytes + 64 * row_part * 128, k = base + T::k_at + column_part * (T::dq_columns / 64) * T::KPanel::bytes;
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < key_steps; ++step)
-            ptx::Wgmma<T::dq_columns>::template ss<T::half, true>(dq, ptx::panel_descriptor(ds + step / 4 * T::QPanel::bytes + step % 4 * 32, 16),
-                                                                  ptx::panel_descriptor(k + step * 2048, T::KPanel::bytes), step > 0);
-    }
-    __device__ __forceinline__ void round(const float (&x)[N][4], uint32_t (&to)[query_steps][4]) {
 #pragma unroll
         for (int step = 0; step < query_steps; ++step) {
+            const uint64_t b = ptx::panel_descriptor(queries + step * 2048, T::QPanel::bytes);
+            if constexpr (T::split) ptx::Wgmma<columns>::template ss<T::half, false, true>(to, ptx::panel_descriptor(stored + step * 32, 16), b, true);
+            else ptx::Wgmma<columns>::template rs<T::half, true>(to, x[step], b, true);
+        }
+    }
+    __device__ __forceinline__ void issue_queries(uint32_t ds) {   // dQ
+        const int row_part = T::dq_rows == 2 ? group : 0, column_part = T::dq_rows == 2 ? 0 : group;
+        const uint32_t k = base + T::k_at + column_part * (T::dq_columns / 64) * T::KPanel::bytes;
+        ds += 64 * row_part * 128;
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < key_steps; ++step) {
+            const uint32_t at = ds + (T::split ? step * 2048 : step / 4 * T::QPanel::bytes + step % 4 * 32);
+            ptx::Wgmma<T::dq_columns>::template ss<T::half, T::split, true>(dq, ptx::panel_descriptor(at, 16), ptx::panel_descriptor(k + step * 2048, T::KPanel::bytes), step > 0);
+        }
+    }
+    __device__ __forceinline__ void round(const float (&x)[N][4], uint32_t (&to)[fragments][4]) {
+#pragma unroll
+        for (int step = 0; step < fragments; ++step) {
             const typename atom::A fragment = atom::from_accumulators(x, step);
 #pragma unroll
             for (int i = 0; i < 4; ++i) to[step][i] = fragment.hi[i];
         }
 #pragma unroll
-        for (int step = 0; step < query_steps; ++step)
+        for (int step = 0; step < fragments; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i) ptx::pin(to[step][i]);
     }
-    __device__ __forceinline__ void store_ds(int buffer) const {   // transposed: [query][key]
-        const int row = (lane & 7) + 8 * (lane >> 4), chunk = 2 * warp() + (lane >> 3 & 1);
-        const uint32_t to = base + T::ds_at + buffer * T::ds_bytes + group * T::QPanel::bytes + row * 128 + ((chunk ^ (lane & 7)) << 4);
+    __device__ __forceinline__ uint32_t buffer(int index) const { return base + T::ds_at + index * T::ds_bytes; }
+    // P or dS for everyone: [key][query] (split), or dS as [query][key]
+    __device__ __forceinline__ void store(const uint32_t (&x)[fragments][4], uint32_t to) const {
+        if constexpr (T::split) {
+            const int row = 16 * warp() + (lane & 15), chunk = T::queries / 8 * group + (lane >> 4);
 #pragma unroll
-        for (int step = 0; step < query_steps; ++step) ptx::stmatrix_x4_trans(to + step * 2048, d[step][0], d[step][1], d[step][2], d[step][3]);
+            for (int step = 0; step < fragments; ++step) ptx::stmatrix_x4(to + row * 128 + ((chunk + 2 * step ^ (lane & 7)) << 4), x[step][0], x[step][1], x[step][2], x[step][3]);
+        } else {
+            const int row = (lane & 7) + 8 * (lane >> 4), chunk = 2 * warp() + (lane >> 3 & 1);
+            to += group * T::QPanel::bytes + row * 128 + ((chunk ^ (lane & 7)) << 4);
+#pragma unroll
+            for (int step = 0; step < fragments; ++step) ptx::stmatrix_x4_trans(to + step * 2048, x[step][0], x[step][1], x[step][2], x[step][3]);
+        }
+        ptx::fence_proxy_async();
     }
-    __device__ __forceinline__ void add_queries(uint32_t from) const {   // dQ of the tile whose record lies at `from`
-        const int warp = ptx::opaque_thread() / 32 - 4;
-        float* sum = address<float>(ptx::ld_shared_b64(from)) + warp * (T::dq_floats / 8) + 4 * lane;
-        int* turn = nullptr;
+
+    // Deterministic: a warp adds its part of a query tile's dQ when the tile's counter stands at the record's rank, and lets the
+    // next key tile add a step later, when the additions have long arrived. One lane looks and releases for the warp.
+    __device__ __forceinline__ int* turn(int visit) const { return address<int>(ptx::ld_shared_b64(record(visit) + 8)) + ptx::opaque_thread() / 32 - 4; }
+    __device__ __forceinline__ void end_turn(int visit) const {
+        if constexpr (Config::deterministic)
+            if (visit >= 0 && lane == 0) ptx::red_release_add(turn(visit), 1);   // ordered after the other lanes' by __syncwarp in add_queries
+    }
+    __device__ __forceinline__ void add_queries(int visit) const {
+        float* sum = address<float>(ptx::ld_shared_b64(record(visit))) + (ptx::opaque_thread() / 32 - 4) * (T::dq_floats / 8) + 4 * lane;
         if constexpr (Config::deterministic) {
-            turn = address<int>(ptx::ld_shared_b64(from + 8)) + warp;
-            const int rank = ptx::ld_shared_b32(from + 28);
-            while (ptx::ld_acquire(turn) != rank) {}
+            if (lane == 0) {
+                const int rank = ptx::ld_shared_b32(record(visit) + 28);
+                while (ptx::ld_acquire(turn(visit)) != rank) {}
+            }
             __syncwarp();
         }
 #pragma unroll
         for (int c = 0; c < CQ; ++c) ptx::red_add_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
-        if constexpr (Config::deterministic) {
-            __threadfence();
-            __syncwarp();
-            if (lane == 0) ptx::red_release_add(turn, 1);
-        }
+        if constexpr (Config::deterministic) __syncwarp();
     }
 
     // Rows from `valid` on may be another sequence's or anything: 0 times NaN is not 0.
@@ -300,23 +327,31 @@ struct WarpgroupBackward {
             ptx::wgmma_commit();
             ptx::wgmma_wait<1>();   // S, and dK of the step before
             ptx::pin(s[0]);
-            if (visit > 0) release(T::q_empty + 8 * ((visit - 1) % T::stages));
+            if (visit > 0) {
+                release(T::q_empty + 8 * ((visit - 1) % T::stages));
+                if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::o_stages));
+            }
 
-            const uint32_t rows = base + T::rows_at + stage * T::rows_bytes + 16 * (lane & 3);
+            const int column0 = T::split ? T::queries * group : 0;
+            const uint32_t rows = base + T::rows_at + stage * T::rows_bytes + 8 * column0 + 16 * (lane & 3);
             if (ptx::ld_shared_b32(record(visit) + 24))
-                Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + 64 * group + 16 * warp(), 0, lane);
+                Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
                 const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], scale, -__uint_as_float(e & 1 ? pair.z : pair.x)));
             }
-            if constexpr (Config::early_dv) {
+            end_turn(visit - (T::split ? 1 : 2));
+            if constexpr (T::split) {
                 round(s[0], a);
-                issue_keys<T::columns_v>(dv[0], a, o);
+                store(a, buffer(visit & 1));
+            } else if constexpr (Config::early_dv) {
+                round(s[0], a);
+                issue_keys<T::columns_v>(dv[0], a, 0, o);
                 ptx::wgmma_commit();
-                ptx::wgmma_wait<1>();   // dP
-            } else ptx::wgmma_wait<0>();
+            }
+            ptx::wgmma_wait<Config::early_dv>();   // dP
             ptx::pin(dp);
 #pragma unroll
             for (int n = 0; n < N; ++n) {
@@ -325,43 +360,61 @@ struct WarpgroupBackward {
                 for (int e = 0; e < 4; ++e) dp[n][e] = s[0][n][e] * (dp[n][e] - __uint_as_float(e & 1 ? pair.w : pair.y));
             }
             round(dp, d);
-            // dS of the step before is there, so buffer visit % 3 has no reader left.
-            if (visit > 0) ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
-            store_ds(visit % 3);
-            ptx::fence_proxy_async();
-            __syncwarp();
-            release(T::ds_full + 8 * (visit % 3));
-            if constexpr (!Config::early_dv) {
-                round(s[0], a);
-                issue_keys<T::columns_v>(dv[0], a, o);
+            if constexpr (T::split) {
+                store(d, buffer(2 + (visit & 1)));
+                ptx::bar_sync(3, 256);   // all of P and dS is there, and nobody reads what the step before stored
+                issue_queries(buffer(2 + (visit & 1)));
                 ptx::wgmma_commit();
+                issue_keys<T::columns_v>(dv[0], a, buffer(visit & 1), o);
+                issue_keys<T::columns>(dk[0], d, buffer(2 + (visit & 1)), q);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();   // dQ
+                ptx::pin(dq);
+                add_queries(visit);
+            } else {
+                // dS of the step before is there, so buffer visit % 3 has no reader left.
+                if (visit > 0) ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
+                store(d, buffer(visit % 3));
+                __syncwarp();
+                release(T::ds_full + 8 * (visit % 3));
+                if constexpr (!Config::early_dv) {
+                    round(s[0], a);
+                    issue_keys<T::columns_v>(dv[0], a, 0, o);
+                    ptx::wgmma_commit();
+                }
+                issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
+                ptx::wgmma_commit();
+                issue_keys<T::columns>(dk[0], d, 0, q);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();   // dV and dQ
+                ptx::pin(dq);
+                release(T::o_empty + 8 * o_stage);
+                if (visit > 0) add_queries(visit - 1);
+                if constexpr (Config::drain) ptx::wgmma_wait<0>();   // dK: its operands' registers are wanted
             }
-            issue_queries((visit + 2) % 3);   // in the first step of what was never stored, and not added
-            ptx::wgmma_commit();
-            issue_keys<T::columns>(dk[0], d, q);
-            ptx::wgmma_commit();
-            ptx::wgmma_wait<1>();   // dV and dQ
-            ptx::pin(dq);
-            release(T::o_empty + 8 * o_stage);
-            if (visit > 0) add_queries(record(visit - 1));
-            if constexpr (Config::drain) ptx::wgmma_wait<0>();   // dK: its operands' registers are wanted
         }
         ptx::wgmma_wait<0>();
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
         if (visit == 0) return;
-        ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
-        issue_queries((visit - 1) % 3);
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<0>();
-        ptx::pin(dq);
-        add_queries(record(visit - 1));
+        if constexpr (T::split) end_turn(visit - 1);
+        else {
+            ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
+            issue_queries(buffer((visit - 1) % 3));
+            ptx::wgmma_commit();
+            end_turn(visit - 2);
+            ptx::wgmma_wait<0>();
+            ptx::pin(dq);
+            add_queries(visit - 1);
+            end_turn(visit - 1);
+        }
     }
 
     // This warp's 16 rows of dK or dV to global memory, through the place of K or V in shared memory.
     template <int columns, int dim>
     __device__ __forceinline__ void write(const float (&x)[columns / 8][4], float factor, uint32_t panel_at, typename Config::element* to, int64_t stride, int count) const {
-        const uint32_t rows = panel_at + (64 * group + 16 * warp()) * 128, mine = rows + (lane & 15) * 128;
+        const int row0 = (T::split ? 0 : 64 * group) + 16 * warp(), first = T::split ? columns * group : 0;   // column
+        const uint32_t rows = panel_at + first / 64 * T::KPanel::bytes + row0 * 128, mine = rows + (lane & 15) * 128;
 #pragma unroll
         for (int c = 0; c < columns / 8; c += 2) {
             uint32_t words[4];
@@ -370,12 +423,12 @@ struct WarpgroupBackward {
             ptx::stmatrix_x4(mine + c / 8 * T::KPanel::bytes + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
         }
         __syncwarp();
-        constexpr int chunks = dim / 8;
+        constexpr int chunks = (T::split ? columns : dim) / 8;
 #pragma unroll 4
         for (int index = lane; index < 16 * chunks; index += 32) {
-            const int local = index / chunks, chunk = index % chunks, row = 64 * group + 16 * warp() + local;
-            if (row >= count) continue;
-            *reinterpret_cast<uint4*>(to + row * stride + 8 * chunk) = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::KPanel::bytes + (((chunk & 7) ^ (local & 7)) << 4));
+            const int local = index / chunks, chunk = index % chunks, row = row0 + local;
+            if (row >= count || first + 8 * chunk >= dim) continue;
+            *reinterpret_cast<uint4*>(to + row * stride + first + 8 * chunk) = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::KPanel::bytes + (((chunk & 7) ^ (local & 7)) << 4));
         }
     }
 };

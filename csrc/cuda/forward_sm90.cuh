@@ -159,7 +159,7 @@ struct Warpgroup {
         for (int step = 0; step < T::steps; ++step) {
             const uint64_t b = ptx::panel_descriptor(k + step / 4 * T::KPanel::bytes + step % 4 * 32, 16);
             if constexpr (Config::q_in_registers) ptx::Wgmma<T::block_k>::template rs<T::half, false>(s[0], q_kept[step], b, step > 0);
-            else ptx::Wgmma<T::block_k>::template ss<T::half, false>(s[0], ptx::panel_descriptor(q + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), b, step > 0);
+            else ptx::Wgmma<T::block_k>::template ss<T::half, false, false>(s[0], ptx::panel_descriptor(q + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), b, step > 0);
         }
         ptx::wgmma_commit();
     }

@@ -1,7 +1,8 @@
 // wgmma.mma_async m64nNk16: float32 accumulators, float16 or bfloat16 operands; B and, in `ss`, A in shared memory.
 //
 // An accumulator is float[N / 8][4], laid out as the m16n8 tiles of mma.sync: warp w of the warpgroup holds rows 16 w + l/4 and
-// + 8. `keep` false: the accumulator starts at 0. `by_k` false: B lies as [n][k] (K); true: as [k][n] (V).
+// + 8. `keep` false: the accumulator starts at 0. `by_k` false: B lies as [n][k] (K); true: as [k][n] (V);
+// `a_by_k` the same for A in shared memory, [m][k] or [k][m].
 #pragma once
 
 #include "types.h"
@@ -53,19 +54,19 @@ template <int N> struct Wgmma;
 #define ATTNLIB_D16 ATTNLIB_D15, ATTNLIB_T(30), ATTNLIB_T(31)
 
 // blocks: N / 16. o0..o6: the numbers of the operands after the accumulator's.
-#define ATTNLIB_SS(N, blocks, types, o0, o1, o2, o3) \
+#define ATTNLIB_SS(N, blocks, types, o0, o1, o2, o3, o4) \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #o2 ", 0;\n" \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." types " {" ATTNLIB_R##blocks "}, %" #o0 ", %" #o1 ", p, 1, 1, 0, %" #o3 "; }" \
-                 : ATTNLIB_D##blocks : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(static_cast<int>(by_k)))
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." types " {" ATTNLIB_R##blocks "}, %" #o0 ", %" #o1 ", p, 1, 1, %" #o3 ", %" #o4 "; }" \
+                 : ATTNLIB_D##blocks : "l"(a), "l"(b), "r"(static_cast<int>(keep)), "n"(static_cast<int>(a_by_k)), "n"(static_cast<int>(by_k)))
 #define ATTNLIB_RS(N, blocks, types, o0, o1, o2, o3, o4, o5, o6) \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #o5 ", 0;\n" \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." types " {" ATTNLIB_R##blocks "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1, %" #o6 "; }" \
                  : ATTNLIB_D##blocks : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(keep)), "n"(static_cast<int>(by_k)))
 #define ATTNLIB_WGMMA(N, blocks, o0, o1, o2, o3, o4, o5, o6) \
     template <> struct Wgmma<N> { \
-        template <bool half, bool by_k> __device__ __forceinline__ static void ss(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool keep) { \
-            if constexpr (half) { ATTNLIB_SS(N, blocks, "f16.f16", o0, o1, o2, o3); } \
-            else { ATTNLIB_SS(N, blocks, "bf16.bf16", o0, o1, o2, o3); } \
+        template <bool half, bool a_by_k, bool by_k> __device__ __forceinline__ static void ss(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool keep) { \
+            if constexpr (half) { ATTNLIB_SS(N, blocks, "f16.f16", o0, o1, o2, o3, o4); } \
+            else { ATTNLIB_SS(N, blocks, "bf16.bf16", o0, o1, o2, o3, o4); } \
         } \
         template <bool half, bool by_k> __device__ __forceinline__ static void rs(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool keep) { \
             if constexpr (half) { ATTNLIB_RS(N, blocks, "f16.f16", o0, o1, o2, o3, o4, o5, o6); } \
@@ -73,6 +74,7 @@ template <int N> struct Wgmma;
         } \
     };
 
+ATTNLIB_WGMMA(32, 2, 16, 17, 18, 19, 20, 21, 22)
 ATTNLIB_WGMMA(64, 4, 32, 33, 34, 35, 36, 37, 38)
 ATTNLIB_WGMMA(80, 5, 40, 41, 42, 43, 44, 45, 46)
 ATTNLIB_WGMMA(96, 6, 48, 49, 50, 51, 52, 53, 54)
