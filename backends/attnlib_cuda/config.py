@@ -379,11 +379,12 @@ _WarpgroupShape = tuple[int, int, int, int, bool, bool]  # warpgroups, block_k, 
 def _warpgroup_shape(problem: AttentionProblem) -> _WarpgroupShape:
     """From the sweep of docs/kernels/sm90_forward.md."""
     d, full = problem.head_dim, problem.window == (None, None)
-    crowded = problem.softcap is not None or problem.window.left is not None  # these take registers
+    capped = problem.softcap is not None  # takes registers, as a left edge does
     if d <= 64:
-        return (2 if problem.softcap is not None else 3), 128, 3 if full else 2, 2, False, False
+        return (2, 96, 2, 2, False, False) if capped else (3, 128, 3 if full else 2, 2, False, False)
     if d <= 128:
-        return (3, 80, 2, 2, False, True) if crowded else (2, 128, 2, 2, True, False)
+        wide = not capped and problem.window.left is None
+        return (2, 128, 2, 2, True, False) if wide else (3, 80, 2, 2, False, not capped)
     if d <= 192:
         return 2, 128 if problem.head_dim_v <= 128 else 96, 2, 1, False, False
     return 2, 64, 2, 1, False, False
