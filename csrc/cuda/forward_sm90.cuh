@@ -41,7 +41,7 @@ struct WarpgroupTile {
     static constexpr bool tails = Config::lengths || Config::packed;   // other rows than zeros may follow a sequence's keys
     static_assert(block_k % 16 == 0 && columns <= 64 * panels_v && panels_v <= panels, "whole k16 steps; O fits over Q");
     // Registers of the loading warpgroup and of the others: what the launch gave a block, divided anew.
-    static constexpr int loading = warpgroups == 3 ? 32 : 24, computing = warpgroups == 3 ? 160 : 240;
+    static constexpr int loading = warpgroups == 3 ? 32 : 40, computing = warpgroups == 3 ? 160 : 232;
 };
 
 // What the loading thread tells the others of a tile. first..last: key tiles; position: of query i0.
