@@ -13,7 +13,7 @@ import torch
 from attnlib.backend import Target
 from attnlib.problem import AttentionProblem, Tensors
 from attnlib_cuda import config, jit, params
-from attnlib_cuda.plan import Sm80Plan
+from attnlib_cuda.plan import CudaPlan
 
 LAYOUTS = {
     "forward_sm80": params.FORWARD, "combine": params.COMBINE, "append": params.APPEND, "delta": params.DELTA,
@@ -65,7 +65,7 @@ TARGET = Target("cuda", "sm_90", 0, present=False)
 
 
 def test_structs_of_a_call(launches: list[Launch]) -> None:
-    plan = Sm80Plan(PROBLEM, TARGET)
+    plan = CudaPlan(PROBLEM, TARGET)
     for seqlen_q in (300, 300, 170):  # prepared, taken again, prepared for another problem
         problem = replace(PROBLEM, seqlen_q=seqlen_q, total_q=-1)
         t = given(problem)
@@ -91,7 +91,7 @@ def test_structs_of_a_call(launches: list[Launch]) -> None:
 def test_what_a_problem_does_not_say_is_read_from_every_call(launches: list[Launch]) -> None:
     """Broadcast dimensions of a bias, dlse, which lengths there are, how many tokens are appended."""
     problem = replace(PROBLEM, bias=torch.float32, grads=("q", "k", "v", "bias"), deterministic=True)
-    plan = Sm80Plan(problem, TARGET)
+    plan = CudaPlan(problem, TARGET)
     full = (2, 4, 300, 500)
     for shape, elements in (((1, 1, 1, 500), 500), ((2, 1, 300, 1), 600), ((1, 1, 1, 500), 500)):
         bias, dbias = torch.zeros(shape).expand(full), torch.zeros(shape).expand(full)
@@ -102,7 +102,7 @@ def test_what_a_problem_does_not_say_is_read_from_every_call(launches: list[Laun
         assert [last.values[f"dbias_{name}"] for name in "bhij"] == list(dbias.stride())
 
     launches.clear()
-    plan = Sm80Plan(PROBLEM, TARGET)
+    plan = CudaPlan(PROBLEM, TARGET)
     dlse = torch.zeros(2, 4, 300)
     for given_dlse in (None, dlse, None):
         plan.backward(PROBLEM, replace(given(PROBLEM), dlse=given_dlse))
@@ -111,14 +111,14 @@ def test_what_a_problem_does_not_say_is_read_from_every_call(launches: list[Laun
 
     launches.clear()
     problem = replace(PROBLEM, grads=(), lengths=True)
-    plan, lens = Sm80Plan(problem, TARGET), torch.tensor([3, 5], dtype=torch.int32)
+    plan, lens = CudaPlan(problem, TARGET), torch.tensor([3, 5], dtype=torch.int32)
     for names in ({"q_lens"}, {"kv_lens"}, {"q_lens", "kv_lens"}):
         plan.forward(problem, given(problem, **dict.fromkeys(names, lens)))
         forward = next(launch for launch in reversed(launches) if launch.entry == "forward_sm80")
         assert {name for name in ("q_lens", "kv_lens") if forward.values[name]} == names
 
     problem = replace(problem, append=True)
-    plan = Sm80Plan(problem, TARGET)
+    plan = CudaPlan(problem, TARGET)
     for tokens in (1, 7, 1):
         new = torch.zeros(2, tokens, 2, 64)
         launches.clear()
@@ -137,7 +137,7 @@ def test_pages_with_a_hint(launches: list[Launch]) -> None:
         asked = replace(problem, bias=None if bias is None else torch.float32)
         tensors = Tensors(q, pages, pages, q, lse, bias=bias, cu_seqlens_q=cu, cu_seqlens_k=cu, page_table=table)
         launches.clear()
-        Sm80Plan(asked, TARGET).forward(asked, tensors)
+        CudaPlan(asked, TARGET).forward(asked, tensors)
         assert launches[0].values["seqlen_k"] == room and launches[0].values["page_row"] == 40
 
 
@@ -159,7 +159,7 @@ def test_time_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "load", lambda spec, index, problem: Kernel())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     problem = replace(PROBLEM, seqlen_k=300, total_k=-1, num_heads_q=16, batch=16, total_q=-1)
-    plan, t = Sm80Plan(problem, TARGET), given(problem)
+    plan, t = CudaPlan(problem, TARGET), given(problem)
     forward, backward = best(lambda: plan.forward(problem, t)), best(lambda: plan.backward(problem, t))
     print(f"forward {forward:.1f} us, backward {backward:.1f} us")
     assert forward < 15 and backward < 60

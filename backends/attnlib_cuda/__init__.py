@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ _SM80 = Capabilities(
     archs=("sm_80+",),
     max_head_dim=256,
 )
+_SM90 = replace(_SM80, archs=("sm_90",))
 _SM75 = Capabilities(
     device_kinds=frozenset({"cuda"}), dtypes=frozenset({torch.float16}), archs=("sm_75",), max_head_dim=256
 )
@@ -43,6 +45,7 @@ class CudaBackend(BackendBase):
 
     def __init__(self, fault: str = "") -> None:
         families = (
+            Family("sm_90", _SM90, "wgmma kernels for Hopper; what they do not cover runs on those of sm_80"),
             Family("sm_80", _SM80, "mma.sync kernels for Ampere and later"),
             Family("sm_75", _SM75, "mma.sync kernels for Turing, not tested on a device"),
         )
@@ -93,17 +96,17 @@ class CudaBackend(BackendBase):
     def plan(
         self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None
     ) -> Plan:
-        from .plan import Sm80Plan
+        from .plan import CudaPlan
 
         try:
-            return Sm80Plan(problem, target, config, self._fault)
+            return CudaPlan(problem, target, config, self._fault, family == "sm_90")
         except (TypeError, ValueError) as error:
             raise UnsupportedError(f"cuda:{family}: config: {error}") from error
 
     def describe(self, problem: AttentionProblem, family: str, target: Target) -> Mapping[str, Any]:
-        from .plan import Sm80Plan
+        from .plan import CudaPlan
 
-        return Sm80Plan(problem, target).describe()
+        return CudaPlan(problem, target, hopper=family == "sm_90").describe()
 
 
 backend = CudaBackend()

@@ -1,4 +1,4 @@
-"""The plan of the sm_80 and sm_75 kernels: workspaces, parameter structs and launches on torch's current stream."""
+"""The plan of all kernels: workspaces, parameter structs and launches on torch's current stream."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from attnlib.problem import AttentionProblem, Tensors
 from . import config, device, jit, params
 from .pages import PackedPages
 from .spec import KernelSpec
+from .warpgroup import MappedStep, Step
 
 _UNBOUNDED = 1 << 29
 
@@ -57,28 +58,12 @@ def _stream(index: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A launch prepared for one problem: the struct is complete but for what tensors decide."""
-
-    kernel: jit.LoadedKernel
-    layout: params.ParamsLayout
-    values: dict[str, Any]
-    grid: tuple[int, int, int]
-    shared: int
-
-    def launch(
-        self, values: dict[str, Any], stream: int, problem: AttentionProblem, grid: tuple[int, int, int] | None = None
-    ) -> None:
-        self.kernel.launch(grid or self.grid, stream, self.layout.filled(values), self.shared, problem=problem)
-
-
-@dataclass(frozen=True)
 class _Forward:
     """A forward prepared for one problem."""
 
     problem: AttentionProblem
-    main: _Step
-    combine: _Step | None
+    main: Step
+    combine: Step | None
     splits: int
     extras: bool  # operands beside q, k and v
 
@@ -88,47 +73,55 @@ class _Backward:
     """A backward prepared for one problem; sizes of the workspaces are in elements."""
 
     problem: AttentionProblem
-    delta: _Step
-    main: _Step
-    dq: _Step
-    dbias: _Step | None
-    dsinks: _Step | None
+    delta: Step
+    main: Step
+    dq: Step
+    dbias: Step | None
+    dsinks: Step | None
     rows: int
     dq_sum: int
     order: int
 
 
-class Sm80Plan:
+class CudaPlan:
     """One signature and size class on one device."""
 
     def __init__(
-        self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = ""
-    ) -> None:
+        self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = "",
+        hopper: bool = False,
+    ) -> None:  # fmt: skip
         self._index = target.index or 0
         self._info = device.info(self._index) if target.present else device.for_arch(target.arch)
         wanted = dict(shape or {})
         fault = wanted.pop("fault", fault)
-        inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward")}
+        names = ("forward", "backward", "warpgroup", "warpgroup_backward")
+        inner = {name: dict(wanted.pop(name, {})) for name in names}
+        hopper = hopper and not fault  # those of the mutants are compiled into the kernels of sm_80
         self._splits = wanted.pop("num_splits", None)
         self._forward_steps: _Forward | None = None
         self._backward_steps: _Backward | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
+        self._warpgroup = config.warpgroup(problem, self._info, inner["warpgroup"]) if hopper else None
         self._rows = config.rows_config(problem)
-        self._backward = None
+        self._backward: config.BackwardConfig | config.WarpgroupBackwardConfig | None = None
         if problem.grads:
-            self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
+            self._backward_blocks = 1
+            if hopper:
+                self._backward = config.warpgroup_backward(problem, self._info, inner["warpgroup_backward"])
+            if self._backward is None:
+                self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
             self._backward_rows = config.rows_config(problem, self._backward)
 
     def describe(self) -> Mapping[str, Any]:
+        c = self._warpgroup or self._forward
         found: dict[str, Any] = {
-            "kernel": "forward_sm80", "block_q": self._forward.block_q, "block_k": self._forward.block_k,
-            "warps": self._forward.warps, "num_stages": self._forward.stages,
-            "shared_bytes": self._forward.shared_bytes,
+            "kernel": c.entry, "block_q": c.block_q, "block_k": c.block_k, "warps": c.warps, "num_stages": c.stages,
+            "shared_bytes": c.shared_bytes,
         }  # fmt: skip
-        if self._backward is not None:
+        if (b := self._backward) is not None:
             found["backward"] = {
-                "kernel": "backward_sm80", "block_q": self._backward.block_q, "block_k": self._backward.block_k,
-                "warps": self._backward.warps, "shared_bytes": self._backward.shared_bytes,
+                "kernel": b.entry, "block_q": b.block_q, "block_k": b.block_k, "warps": b.warps,
+                "shared_bytes": b.shared_bytes,
             }  # fmt: skip
         return found
 
@@ -137,8 +130,8 @@ class Sm80Plan:
     def _step(
         self, problem: AttentionProblem, spec: KernelSpec, layout: params.ParamsLayout, values: Mapping[str, Any],
         grid: tuple[int, int, int], shared: int = 0,
-    ) -> _Step:  # fmt: skip
-        return _Step(jit.load(spec, self._index, problem), layout, layout.template(values), grid, shared)
+    ) -> Step:  # fmt: skip
+        return Step(jit.load(spec, self._index, problem), layout, layout.template(values), grid, shared)
 
     def _sizes(self, problem: AttentionProblem) -> dict[str, Any]:
         left, right = problem.window
@@ -189,12 +182,12 @@ class Sm80Plan:
             values["stats"], values["sinks"] = _address(t.stats), _address(t.sinks)
             values["new_tokens"] = 0 if t.k_new is None else t.k_new.shape[1]
         if ready.combine is None:
-            step.launch(values, stream, problem)
+            step.run(values, stream, problem, t)
             return
         lse = allocate((ready.splits, t.lse.numel()), torch.float32, t.q.device)
         out = allocate((ready.splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
         values["partial_out"], values["partial_lse"] = out.data_ptr(), lse.data_ptr()
-        step.launch(values, stream, problem)
+        step.run(values, stream, problem, t)
         joined = ready.combine.values.copy()
         for name in ("out", "lse", "sinks", "partial_out", "partial_lse", "q_lens", "cu_q"):
             joined[name] = values[name]
@@ -202,6 +195,8 @@ class Sm80Plan:
 
     def _prepare_forward(self, problem: AttentionProblem, t: Tensors) -> _Forward:
         """All of a forward that its tensors don't decide."""
+        if self._warpgroup is not None:
+            return self._prepare_warpgroup(problem, t, self._warpgroup)
         c, packed, rows = self._forward, problem.packed, t.lse.numel()
         per_tile = c.block_q // problem.group if c.pack else c.block_q
         tiles = problem.total_q // per_tile + problem.batch + 1 if packed else -(-problem.seqlen_q // per_tile)
@@ -221,9 +216,29 @@ class Sm80Plan:
             spec = config.small_kernel("combine", self._rows)
             layout = params.COMBINE
             combine = self._step(problem, spec, layout, layout.known(values), (-(-rows // 4), 1, 1))
+        return _Forward(problem, main, combine, splits, self._extras(t))
+
+    def _prepare_warpgroup(self, problem: AttentionProblem, t: Tensors, c: config.WarpgroupConfig) -> _Forward:
+        tiles, units = -(-problem.seqlen_q // c.block_q), problem.num_heads_q * problem.batch
+        if problem.packed:
+            tiles, units = problem.total_q // c.block_q + problem.batch + 1, problem.num_heads_q
+        edge = problem.window.right is not None
+        values = {
+            **self._sizes(problem), "sinks_h": 1, "tiles": tiles, "splits": 1,
+            "section": min(units, config.sections(problem, self._info)) if edge else 1,
+        }  # fmt: skip
+        kernel = jit.load(config.warpgroup_kernel(c), self._index, problem)
+        boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("out", 16))
+        grid = (min(self._info.sm_count, tiles * units), 1, 1)
+        template = params.FORWARD.template(values)
+        size, ticket = params.FORWARD_MAPS_SIZE, self._index if c.dynamic else None
+        main = MappedStep(kernel, params.FORWARD, template, grid, c.shared_bytes, boxes, size, ticket)
+        return _Forward(problem, main, None, 1, self._extras(t))
+
+    def _extras(self, t: Tensors) -> bool:
         operands = (t.stats, t.sinks, t.q_lens, t.kv_lens, t.new_lens, t.cu_seqlens_q, t.page_table, t.bias, t.mask)
         more = (t.alibi_slopes, t.block_mask, t.dropout_seed)
-        return _Forward(problem, main, combine, splits, any(x is not None for x in operands + more))
+        return any(x is not None for x in operands + more)
 
     def _resident(self, c: config.ForwardConfig) -> int:
         """Blocks a multiprocessor holds, by shared memory and threads."""
@@ -288,7 +303,7 @@ class Sm80Plan:
             order = torch.zeros(ready.order, dtype=torch.int32, device=t.q.device)
             main["order"] = order.data_ptr()
             main["ticket"] = main["order"] + 4 * (ready.order - 1)
-        ready.main.launch(main, stream, problem)
+        ready.main.run(main, stream, problem, t)
 
         if t.dq is not None:
             dq = ready.dq.values.copy()
@@ -328,23 +343,31 @@ class Sm80Plan:
         }  # fmt: skip
         more = {**values, "stats_l": t.lse.numel(), "sinks_h": 1, "dsinks_h": 1}
 
-        def small(name: str, layout: params.ParamsLayout, grid: tuple[int, int, int]) -> _Step:
+        def small(name: str, layout: params.ParamsLayout, grid: tuple[int, int, int]) -> Step:
             spec = config.small_kernel(name, self._backward_rows)
             return self._step(problem, spec, layout, layout.known(more), grid)
 
         dbias = None
-        if t.dbias is not None and c.deterministic:
+        if t.dbias is not None and c.deterministic and isinstance(c, config.BackwardConfig):
             layout, spec = params.BIAS_GRADIENT, config.bias_gradient_kernel(c)
             dbias = self._step(problem, spec, layout, layout.known(values), (0, 1, 1))  # a warp an element: see there
-        spec = config.backward_kernel(c, self._backward_blocks)
+        grid = (k_tiles * units, 1, 1)
+        if isinstance(c, config.WarpgroupBackwardConfig):
+            kernel = jit.load(config.warpgroup_backward_kernel(c), self._index, problem)
+            boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))
+            layout, size = params.BACKWARD, params.BACKWARD_MAPS_SIZE
+            main: Step = MappedStep(kernel, layout, layout.template(values), grid, c.shared_bytes, boxes, size)
+        else:
+            spec = config.backward_kernel(c, self._backward_blocks)
+            main = self._step(problem, spec, params.BACKWARD, values, grid, c.shared_bytes)
         return _Backward(
             problem,
             delta=small("delta", params.DELTA, (row_tiles, heads, 1)),
-            main=self._step(problem, spec, params.BACKWARD, values, (k_tiles * units, 1, 1), c.shared_bytes),
+            main=main,
             dq=small("query_gradient", params.QUERY_GRADIENT, (row_tiles, heads, 1)),
             dbias=dbias,
             dsinks=small("sink_gradient", params.SINK_GRADIENT, (heads, 1, 1)) if t.dsinks is not None else None,
             rows=slots * c.block_q * (4 if c.natural else 2),
-            dq_sum=slots * c.block_q * config.padded(c.head_dim),
+            dq_sum=slots * c.block_q * c.dq_columns,
             order=slots * c.warps + 1 if c.deterministic else 0,
         )

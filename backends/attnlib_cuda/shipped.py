@@ -69,7 +69,7 @@ def _excluded(values: Mapping[str, Any], *, training: bool) -> bool:
 
 def _kernels(problem: AttentionProblem, arch: str) -> Sequence[KernelSpec]:
     try:
-        return kernels(problem, arch)
+        return [spec for hopper in (True, False) for spec in kernels(problem, arch, hopper)]
     except ValueError:  # too large for that architecture's shared memory, which the backend refuses too
         return ()
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ void delta_kernel(const DeltaParams& p) {
 template <class Config>
 __device__ __forceinline__ void query_gradient_kernel(const QueryGradientParams& p) {
     using element = typename Config::element;
-    constexpr int block_q = Config::block_q, head_dim = (Config::head_dim + 31) / 32 * 32, warps = Config::main_warps;
+    constexpr int block_q = Config::block_q, head_dim = Config::dq_columns, warps = Config::main_warps;
     constexpr int MQ = block_q / 16 / Config::dq_warps, CQ = head_dim / 8 / (warps / Config::dq_warps), per_warp = block_q * head_dim / warps;
     const int head = blockIdx.y, tile = blockIdx.x;
     const float* sum = address<const float>(p.dq_sum) + (head * p.row_tiles + tile) * (block_q * head_dim);
