@@ -67,6 +67,7 @@ class CudaBackend(BackendBase):
             "leak_past_kv_len": "visible/lengths",
             "dv_scale": "backward/plain",
             "scale": "forward/plain",
+            "no_recompute": "forward/ramp_down",
         }
         return {name: Fault(name.replace("_", " "), (check,)) for name, check in killers.items()}
 

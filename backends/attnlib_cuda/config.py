@@ -21,7 +21,7 @@ from .spec import KernelSpec
 
 FAULTS = (
     "", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "skip_delta",
-    "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale",
+    "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale", "no_recompute",
 )  # fmt: skip
 
 
@@ -402,7 +402,7 @@ def _warpgroup_shape(problem: AttentionProblem) -> _WarpgroupShape:
 
 
 def warpgroup(
-    problem: AttentionProblem, target: device.DeviceInfo, shape: Mapping[str, Any] | None = None
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> WarpgroupConfig | None:
     """The wgmma forward's configuration; None where that kernel does not cover the problem."""
     if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
@@ -410,10 +410,10 @@ def warpgroup(
     lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
     if lookups or problem.dropout_threshold > 0 or problem.page_size is not None or problem.append:
         return None
-    if problem.head_dim_v > problem.head_dim or problem.head_dim_v < 40 or rows(problem) < 128:
+    if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
         return None
     names = ("warpgroups", "block_k", "stages", "q_buffers", "q_in_registers", "unroll")
-    common = features(problem) | {
+    common = features(problem, fault) | {
         "sink_element": problem.sinks or torch.float32,
         "has_sinks": problem.sinks is not None,
         "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
@@ -424,7 +424,7 @@ def warpgroup(
 
 
 def warpgroup_backward(
-    problem: AttentionProblem, target: device.DeviceInfo, shape: Mapping[str, Any] | None = None
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> WarpgroupBackwardConfig | None:
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
     if warpgroup(problem, target) is None or problem.softcap is not None:
@@ -434,7 +434,7 @@ def warpgroup_backward(
     def width(dim: int) -> int:
         return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
 
-    common = features(problem) | {
+    common = features(problem, fault) | {
         "deterministic": problem.deterministic,
         "split": split,
         "block_q": 128 if problem.head_dim <= 64 else 64,

@@ -96,18 +96,17 @@ class CudaPlan:
         fault = wanted.pop("fault", fault)
         names = ("forward", "backward", "warpgroup", "warpgroup_backward")
         inner = {name: dict(wanted.pop(name, {})) for name in names}
-        hopper = hopper and not fault  # those of the mutants are compiled into the kernels of sm_80
         self._splits = wanted.pop("num_splits", None)
         self._forward_steps: _Forward | None = None
         self._backward_steps: _Backward | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
-        self._warpgroup = config.warpgroup(problem, self._info, inner["warpgroup"]) if hopper else None
+        self._warpgroup = config.warpgroup(problem, self._info, fault, inner["warpgroup"]) if hopper else None
         self._rows = config.rows_config(problem)
         self._backward: config.BackwardConfig | config.WarpgroupBackwardConfig | None = None
         if problem.grads:
             self._backward_blocks = 1
             if hopper:
-                self._backward = config.warpgroup_backward(problem, self._info, inner["warpgroup_backward"])
+                self._backward = config.warpgroup_backward(problem, self._info, fault, inner["warpgroup_backward"])
             if self._backward is None:
                 self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
             self._backward_rows = config.rows_config(problem, self._backward)

@@ -144,7 +144,7 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
     }
 #pragma unroll 1
     for (int h = 0; h < work.group; ++h) {
-        const int head = work.head_kv * work.group + h;
+        const int head = Config::fault == head_mod ? work.head_kv + h * p.heads_kv : work.head_kv * work.group + h;
 #pragma unroll 1
         for (int n = 0; n < work.per_head; ++n, ++visit) {
             int tile = work.start + n;
@@ -189,7 +189,7 @@ struct WarpgroupBackward {
     uint32_t a[fragments][4], d[fragments][4];   // P and dS, rounded
 
     __device__ __forceinline__ WarpgroupBackward(const BackwardParams& p, uint32_t base, int group, int lane)
-        : p(p), base(base), group(group), lane(lane), scale(p.scale * log2e) {}
+        : p(p), base(base), group(group), lane(lane), scale(p.scale * log2e * (Config::fault == scaled_scores ? 1.001f : 1.f)) {}
     __device__ __forceinline__ static int warp() { return ptx::opaque_thread() / 32 % 4; }
 
     __device__ __forceinline__ uint32_t record(int visit) const { return base + T::record_at + T::record_bytes * (visit % T::records); }
@@ -357,7 +357,7 @@ struct WarpgroupBackward {
             for (int n = 0; n < N; ++n) {
                 const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
 #pragma unroll
-                for (int e = 0; e < 4; ++e) dp[n][e] = s[0][n][e] * (dp[n][e] - __uint_as_float(e & 1 ? pair.w : pair.y));
+                for (int e = 0; e < 4; ++e) dp[n][e] = s[0][n][e] * (dp[n][e] - (Config::fault == skip_delta ? 0.f : __uint_as_float(e & 1 ? pair.w : pair.y)));
             }
             round(dp, d);
             if constexpr (T::split) {
@@ -473,7 +473,7 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
         const int64_t batch = Config::packed ? 0 : again.b;
         ptx::bar_sync(3, 256);   // nobody reads K or V any more
         if (p.dk) mine.template write<T::columns, Config::head_dim>(mine.dk[0], p.scale, base + T::k_at, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + again.head_kv * p.dk_h, p.dk_j, count);
-        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], 1.f, base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
+        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], Config::fault == scaled_dv ? 1.004f : 1.f, base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
     }
 }
 

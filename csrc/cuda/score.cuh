@@ -17,7 +17,7 @@ constexpr float log2e = 1.4426950408889634f, ln2 = 0.6931471805599453f;
 
 // Faults that tests compile in to see them caught; 0 is none.
 enum Fault { no_fault, no_rescale, ignore_window_left, drop_last_partial_key_block, head_mod, skip_delta,
-             dropout_ignores_head, leak_past_kv_len, scaled_dv, scaled_scores };
+             dropout_ignores_head, leak_past_kv_len, scaled_dv, scaled_scores, no_recompute };
 
 template <class T>
 __device__ __forceinline__ T* address(uint64_t value) { return reinterpret_cast<T*>(value); }
