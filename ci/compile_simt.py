@@ -77,15 +77,16 @@ def kernels(arch: str) -> list[source.Kernel]:
     everything = list(problems())
     for problem in (everything[place] for place in ARCHS[arch]):
         forward = config.tile(problem, target, False)
-        found.append(source.Kernel("forward", forward, 2))
+        found.append(source.Kernel("forward", forward))
+        found.append(source.Kernel("combine", config.rows_of(forward)))
         if problem.append:
             found.append(source.Kernel("append", config.rows_of(forward)))
         if problem.grads:
             shape = config.tile(problem, target, True)
-            found += [source.Kernel(name, shape, 2) for name in ("query", "key")]
+            found += [source.Kernel(name, shape) for name in ("query", "key")]
             found.append(source.Kernel("delta", config.rows_of(forward)))
         if "bias" in problem.grads:
-            found.append(source.Kernel("bias", shape, 2))
+            found.append(source.Kernel("bias", shape))
         if "sinks" in problem.grads:
             found.append(source.Kernel("sink", config.rows_of(forward)))
     return found

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ucontext.h>
+#include <vector>
 
 #define __global__
 #define __device__
@@ -134,6 +135,24 @@ inline void launch(int blocks, int threads, int order, void (*kernel)()) {
 inline void __syncthreads() { emulated::wait(emulated::block, 0); }
 inline int __syncthreads_or(int value) { return emulated::wait(emulated::block, value != 0); }
 inline void __syncwarp() { emulated::wait(emulated::teams[emulated::current / emulated::team], 0); }
+
+// Copies arrive as late as they may or, in the other order, at once: a read too early or a write too early shows.
+#define ATTNLIB_HAS_COPIES
+namespace attnlib {
+struct Copy { void* to; const void* from; bool any; };
+static std::vector<Copy> copies[emulated::most];
+inline void wait_for_copies() {
+    for (const Copy& copy : copies[emulated::current]) {
+        if (copy.any) std::memcpy(copy.to, copy.from, 16);
+        else std::memset(copy.to, 0, 16);
+    }
+    copies[emulated::current].clear();
+}
+inline void start_copy(void* to, const void* from, bool any) {
+    copies[emulated::current].push_back({to, from, any});
+    if (emulated::step < 0) wait_for_copies();
+}
+}  // namespace attnlib
 
 template <class T>
 inline T __shfl_xor_sync(unsigned, T value, int mask) {

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import emulated_cupy
 import pytest
@@ -14,9 +15,10 @@ import torch
 import attnlib_cupy
 from attnlib.backend import RefusalCode, Resources, Target
 from attnlib.conformance import run_check
-from attnlib.problem import AttentionProblem
+from attnlib.problem import AttentionProblem, Tensors
 from attnlib_cuda import sources
 from attnlib_cupy import config, params, source
+from attnlib_cupy.plan import CupyPlan
 
 ROOT = Path(__file__).parents[1]
 ARCHS = ("sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "gfx90a", "gfx1100")
@@ -27,6 +29,7 @@ CHECKS = (
     "backward/everything-lengths/float32", "backward/gqa/float32", "backward/jump/float32", "dropout/all",
     "forward/everything-append/bfloat16", "forward/page_size-1/", "backward/bias-one-number", "canary/varlen",
     "visible/block_mask", "poison/packed-window", "poison/packed-paged", "nan/visible-k-backward",
+    "config/num_splits=3/everything-pa",
 )  # fmt: skip
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -98,6 +101,42 @@ def test_a_config_that_does_not_fit_is_refused(wanted: dict[str, object]):
         attnlib_cupy.backend.plan(problem(), "", target("sm_90"), wanted)
 
 
+def test_short_query_lists_share_out_their_keys():
+    def splits(**values: object) -> int:
+        asked = problem(**{"seqlen_q": 1, "seqlen_k": 8192, "window": (None, None), **values})
+        device = Target("cuda", "sm_90", 0, resources=Resources(132, 227 << 10, 50 << 20, 32))
+        return config.splits(asked, device, config.tile(asked, device, False))
+
+    assert splits() == 32 and splits(batch=4) == 16  # 64 tiles of keys, 264 blocks
+    assert splits(batch=200) == splits(seqlen_q=300) == splits(seqlen_k=200) == 1
+    assert splits(dropout_p=0.5) == splits()  # lse has the same bits
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 16])
+def test_every_number_of_splits_gives_the_same(count: int):
+    import attnlib
+
+    q, k, v = (torch.randn(2, n, 4, 64, generator=torch.manual_seed(n)) for n in (3, 300, 301))
+    launched: list[str] = []
+
+    def launch(kernel: source.Kernel, *rest: Any) -> None:
+        launched.append(kernel.name)
+        emulated_cupy.launch(kernel, *rest)
+
+    asked = problem(batch=2, seqlen_q=3, seqlen_k=300, num_heads_q=4, num_heads_kv=4, window=(None, 0))
+    plan = CupyPlan(asked, target("sm_90"), launch, {"num_splits": count})
+    out, lse = torch.full_like(q, torch.nan), torch.full((2, 4, 3), torch.nan)
+    plan.forward(asked, Tensors(q=q, k=k, v=v[:, :300], out=out, lse=lse))
+    expected, expected_lse = attnlib.attention(
+        q, k, v[:, :300], causal=True, scale=0.125, backend="reference", return_lse=True
+    )
+    assert launched == (["forward"] if count == 1 else ["forward", "combine"])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-6)
+
+
 def test_without_cupy_there_is_a_refusal_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     found = attnlib_cupy.backend.available("", Target("cuda", "sm_90", 0))
@@ -106,9 +145,9 @@ def test_without_cupy_there_is_a_refusal_with_a_remedy(monkeypatch: pytest.Monke
 
 def test_sources_are_one_text_without_includes():
     shape = config.tile(problem(), target("sm_90"), False)
-    text = source.text(source.Kernel("forward", shape, 2))
+    text = source.text(source.Kernel("forward", shape))
     assert '#include "' not in text and "#pragma once" not in text and text.count("struct SimtParams {") == 1
-    assert "asm(" in text and text == source.text(source.Kernel("forward", shape, 2))
+    assert "asm(" in text and text == source.text(source.Kernel("forward", shape))
 
 
 @needs_compiler

@@ -19,7 +19,9 @@ _CAPABILITIES = Capabilities(
 class CupyBackend(BackendBase):
     """SIMT kernels through CuPy: every feature, every dtype, sm_60 and later, and HIP."""
 
-    test_configs = ({"rows": 2, "tile_columns": 32, "depth": 16}, {"lanes": 32, "rows": 4, "tile_columns": 128})
+    test_configs = (
+        {"rows": 2, "tile_columns": 32, "depth": 16}, {"lanes": 32, "rows": 4, "tile_columns": 128}, {"num_splits": 3},
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__("cupy", (Family("", _CAPABILITIES, "SIMT kernels compiled by CuPy"),))

@@ -6,7 +6,6 @@ up), the shape of a tile, and whether scores are more than q . k; everything els
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,7 @@ class Rows:
 
     element: torch.dtype
     fault: int
+    blocks: int  # that a multiprocessor should hold
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Shape(Rows):
     bias_element: torch.dtype
     paged: bool
     vectors: bool
+    exact: bool
     lanes: int
     rows: int
     tile_columns: int
@@ -101,6 +102,7 @@ def features(problem: AttentionProblem, fault: str = "") -> dict[str, Any]:
         "has_bias": problem.bias is not None,
         "bias_element": problem.bias or torch.float32,
         "paged": problem.page_size is not None,
+        "exact": problem.head_dim % 32 == 0 and problem.head_dim_v % 32 == 0,
         "vectors": problem.aligned and problem.head_dim % 4 == 0 and problem.head_dim_v % 4 == 0,
     }
 
@@ -108,6 +110,13 @@ def features(problem: AttentionProblem, fault: str = "") -> dict[str, Any]:
 def rows_needed(problem: AttentionProblem) -> int:
     """Queries in a tile that are worth having, rounded up to a power of two: 128 for everything longer."""
     return min(128, 1 << max(0, problem.seqlen_q - 1).bit_length())
+
+
+# 96 sums a thread, which leaves room for three blocks.
+_LIGHT = (
+    {"lanes": 8, "rows": 8, "tile_columns": 32, "depth": 32},
+    {"lanes": 8, "rows": 4, "tile_columns": 64, "depth": 32},
+)
 
 
 def _shapes(problem: AttentionProblem, backward: bool) -> Iterator[dict[str, int]]:
@@ -122,6 +131,8 @@ def _shapes(problem: AttentionProblem, backward: bool) -> Iterator[dict[str, int
     if backward and dim > 256:
         most = 2
     columns = 64 if lanes == 8 or (double and backward) else 128
+    if problem.dtype == torch.float32 and not backward and needed >= 64 and max(problem.head_dim, dim) <= 128:
+        yield _LIGHT[0] if dim <= 64 else _LIGHT[1]
     for rows in (8, 4, 2, 1):
         if rows > most or (rows > 1 and THREADS // lanes * rows >= 2 * needed):
             continue
@@ -147,7 +158,11 @@ def tile(
     width = 2 if problem.dtype == torch.float64 else 4
     needs = 0
     for choice in _shapes(problem, backward):
-        shape = choice | dict(wanted or {})
+        plain = (
+            not backward and not common["full"]
+        )  # what else a score takes is registers and code, never another tile:
+        blocks, unroll = 3 if plain and choice in _LIGHT else 2, 2 if plain else 1  # lse has the same bits with dropout
+        shape = {"blocks": blocks, "unroll": unroll} | choice | dict(wanted or {})
         held = shape["rows"] * shape["tile_columns"] // shape["lanes"]
         if held > 64 or shape["tile_columns"] < shape["lanes"]:
             raise ValueError(f"tile: needs 1 to 64 scores a thread, got {held}")
@@ -156,8 +171,7 @@ def tile(
         slices = [shape["tile_columns"] * (shape["depth"] + width), step_v * wide_v]
         if backward:
             slices.append(step_k * wide)
-        unroll = 1 if backward or common["full"] else 2  # of four steps of k: code against latency
-        found = Shape(**common, **shape, step_k=step_k, step_v=step_v, slice=max(slices), unroll=unroll)
+        found = Shape(**common, **shape, step_k=step_k, step_v=step_v, slice=max(slices))
         needs = found.shared_bytes(backward)
         if needs <= limit:
             return found
@@ -166,13 +180,31 @@ def tile(
 
 def check_override(name: str, value: Any) -> None:
     """Raises ValueError for a tile that the kernels cannot be compiled for."""
-    allowed = {"lanes": (8, 16, 32), "rows": (1, 2, 4, 8), "tile_columns": (32, 64, 128), "depth": (8, 16, 32)}
+    allowed = {"lanes": (8, 16, 32), "rows": (1, 2, 4, 8), "tile_columns": (32, 64, 128), "depth": (8, 16, 32),
+               "blocks": (1, 2, 3, 4), "unroll": (1, 2, 4, 8)}  # fmt: skip
     if name not in allowed:
-        raise ValueError(f"config: needs lanes, rows, tile_columns, depth or fault, got {name!r}")
+        raise ValueError(f"config: needs {', '.join(allowed)}, num_splits or fault, got {name!r}")
     if value not in allowed[name]:
         raise ValueError(f"{name}: needs one of {', '.join(map(str, allowed[name]))}, got {value!r}")
 
 
 def rows_of(shape: Shape) -> Rows:
     """The configuration of the small kernels that go with a tile kernel."""
-    return Rows(**{item.name: getattr(shape, item.name) for item in dataclasses.fields(Rows)})
+    return Rows(shape.element, shape.fault, 1)
+
+
+def splits(problem: AttentionProblem, target: Target, shape: Shape) -> int:
+    """Parts that the keys are cut into, so that a short query list still fills the device."""
+    if target.resources is None or problem.seqlen_q > 128:
+        return 1
+    units = problem.num_heads_q * (1 if problem.packed else problem.batch)
+    blocks = max(1, units * query_tiles(problem, shape))
+    slots = 2 * target.resources.multiprocessors
+    return max(1, min(slots // blocks, problem.seqlen_k // (2 * shape.tile_columns), 64))
+
+
+def query_tiles(problem: AttentionProblem, shape: Shape) -> int:
+    """Tiles of queries of one head: of a sequence or, packed, of all."""
+    if problem.packed:
+        return problem.total_q // shape.tile_rows + problem.batch + 1
+    return -(-problem.seqlen_q // shape.tile_rows)

@@ -45,9 +45,13 @@ class CupyPlan:
         fault = wanted.pop("fault", "")
         if fault not in config.FAULTS:
             raise ValueError(f"fault: needs one of {', '.join(config.FAULTS[1:])}, got {fault!r}")
+        self._splits = wanted.pop("num_splits", None)
+        if self._splits is not None and not (isinstance(self._splits, int) and 1 <= self._splits <= 256):
+            raise ValueError(f"num_splits: needs 1 to 256, got {self._splits!r}")
         for name, value in wanted.items():
             config.check_override(name, value)
         self._launch_kernel = launch
+        self._target = target
         self._forward = config.tile(problem, target, False, fault, wanted)
         self._backward = config.tile(problem, target, True, fault, wanted) if problem.grads else None
         self._rows = config.rows_of(self._forward)
@@ -115,8 +119,7 @@ class CupyPlan:
         self, name: str, shape: config.Rows, t: Tensors, blocks: int, values: Mapping[str, Any], shared_bytes: int = 0
     ) -> None:
         if blocks > 0:
-            min_blocks = 2 if isinstance(shape, config.Shape) else 1
-            self._launch_kernel(Kernel(name, shape, min_blocks), t.q.device, blocks, PARAMS.pack(values), shared_bytes)
+            self._launch_kernel(Kernel(name, shape), t.q.device, blocks, PARAMS.pack(values), shared_bytes)
 
     # ------------------------------------------------------------ forward and backward
 
@@ -124,15 +127,22 @@ class CupyPlan:
         shape, values = self._forward, self._values(problem, t)
         if t.k_new is not None:
             self._launch("append", self._rows, t, problem.batch * t.k_new.shape[1], values)
+        splits = self._splits or config.splits(problem, self._target, shape)
         tiles, units = self._query_grid(problem, shape)
-        self._launch("forward", shape, t, tiles * units, values | {"tiles": tiles}, shape.shared_bytes(False))
+        values |= {"tiles": tiles, "units": units, "splits": splits}
+        if splits > 1:
+            size, number = (splits, t.lse.numel()), problem.accumulate_dtype
+            out = allocate((*size, problem.head_dim_v), number, t.q.device)
+            stats = allocate((2, *size), number, t.q.device)
+            values |= {"part_out": _address(out), "part_stats": _address(stats)}
+        self._launch("forward", shape, t, tiles * units * splits, values, shape.shared_bytes(False))
+        if splits > 1:
+            self._launch("combine", self._rows, t, -(-t.lse.numel() // (config.THREADS // 32)), values)
 
     @staticmethod
     def _query_grid(problem: AttentionProblem, shape: config.Shape) -> tuple[int, int]:
         """Tiles of queries, and what each is computed for."""
-        if problem.packed:
-            return problem.total_q // shape.tile_rows + problem.batch + 1, problem.num_heads_q
-        return -(-problem.seqlen_q // shape.tile_rows), problem.num_heads_q * problem.batch
+        return config.query_tiles(problem, shape), problem.num_heads_q * (1 if problem.packed else problem.batch)
 
     @staticmethod
     def _key_grid(problem: AttentionProblem, t: Tensors, shape: config.Shape) -> tuple[int, int]:
@@ -158,10 +168,10 @@ class CupyPlan:
         self._launch("delta", self._rows, t, -(-t.lse.numel() // (config.THREADS // 32)), values)
         if t.dq is not None:
             tiles, units = self._query_grid(problem, shape)
-            self._launch("query", shape, t, tiles * units, values | {"tiles": tiles}, shared)
+            self._launch("query", shape, t, tiles * units, values | {"tiles": tiles, "units": units}, shared)
         if t.dk is not None or t.dv is not None:
             tiles, units = self._key_grid(problem, t, shape)
-            self._launch("key", shape, t, tiles * units, values | {"tiles": tiles}, shared)
+            self._launch("key", shape, t, tiles * units, values | {"tiles": tiles, "units": units}, shared)
         if t.dbias is not None:
             values |= _strides("dbias", t.dbias, False, "bhij")
             sizes = [1 if stride == 0 else size for size, stride in zip(t.dbias.shape, t.dbias.stride())]

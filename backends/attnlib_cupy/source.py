@@ -26,18 +26,18 @@ _TYPES = {
     torch.float64: "double",
 }
 KERNELS = {
-    "forward": "forward_simt.cuh", "append": "forward_simt.cuh", "delta": "backward_simt.cuh",
-    "query": "backward_simt.cuh", "key": "backward_simt.cuh", "bias": "backward_simt.cuh", "sink": "backward_simt.cuh",
+    "forward": "forward_simt.cuh", "combine": "forward_simt.cuh", "append": "forward_simt.cuh",
+    "delta": "backward_simt.cuh", "query": "backward_simt.cuh", "key": "backward_simt.cuh",
+    "bias": "backward_simt.cuh", "sink": "backward_simt.cuh",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: a name in KERNELS, what it is compiled for, and how many blocks a multiprocessor should hold."""
+    """One kernel: a name in KERNELS and what it is compiled for."""
 
     name: str
     config: config.Rows
-    min_blocks: int = 1
 
     @property
     def entry(self) -> str:
@@ -74,7 +74,7 @@ def _members(kernel: Kernel) -> Iterator[str]:
 @functools.cache
 def text(kernel: Kernel, hip: bool = False) -> str:
     """The translation unit of a kernel."""
-    bounds = f"{config.THREADS}" if hip else f"{config.THREADS}, {kernel.min_blocks}"
+    bounds = f"{config.THREADS}" if hip else f"{config.THREADS}, {kernel.config.blocks}"
     attributes = f'extern "C" __global__ void __launch_bounds__({bounds})'
     return "\n".join(
         [

@@ -21,7 +21,7 @@ struct Rows {
     T* delta;
 
     __device__ __forceinline__ explicit Rows(const SimtParams& p) {
-        const int64_t plane = static_cast<int64_t>(p.cu_q ? p.total_q : p.batch * static_cast<int64_t>(p.seqlen_q)) * p.heads_q;
+        const int64_t plane = lse_size(p);
         base = address<T>(p.rows);
         inverse = base + plane;
         delta = inverse + plane;
@@ -103,8 +103,8 @@ struct QueryTile {   // queries of one head in shared memory, and what the works
 
     __device__ __forceinline__ void load(const SimtParams& p, const G& tile, const Sequence& seq, int head, int i0) {
         using element = typename G::element;
-        load_tile<Config::threads, G::tile_rows, G::dim, G::ld>(q, query_source<Config>(p, seq, head), i0);
-        load_tile<Config::threads, G::tile_rows, G::dim_v, G::ld_v>(dout, dout_source<Config>(p, seq, head), i0);
+        load_tile<Config, G::tile_rows, G::dim, G::ld>(q, query_source<Config>(p, seq, head), i0);
+        load_tile<Config, G::tile_rows, G::dim_v, G::ld_v>(dout, dout_source<Config>(p, seq, head), i0);
         const Rows<T> rows(p);
         const int64_t place = lse_row(p, seq, head);
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ void query_simt_kernel(const SimtParams& p, unsigned 
     queries.dout = queries.q + G::tile_rows * G::ld;
     T* const ds_memory = queries.dout + G::tile_rows * G::ld_v;
     Buffers<T> buffers{ds_memory + G::tile_rows * G::ld_p, Config::slice, 0};
-    const int unit = blockIdx.x / p.tiles, part = p.tiles - 1 - blockIdx.x % p.tiles;
+    const int unit = blockIdx.x % p.units, part = p.tiles - 1 - blockIdx.x / p.units;
     const int head = unit % p.heads_q;
     int b = unit / p.heads_q, within = part;
     if (p.cu_q && !find_tile(p, p.cu_q, p.total_q, G::tile_rows, part, b, within)) return;
@@ -154,7 +154,7 @@ __device__ __forceinline__ void query_simt_kernel(const SimtParams& p, unsigned 
     int j0 = next_tile(first / G::tile_columns * G::tile_columns);
     if (j0 < end) {
         queries.load(p, tile, seq, head, i0);
-        slice.load(k, j0, 0);
+        slice.load(k, j0, 0, buffers.now());
         slice.store(buffers.now());
     }
     __syncthreads();
@@ -212,7 +212,7 @@ struct KeyTile {   // keys and values of one head in shared memory, with the sum
         DotSlice<Config> slice, dout_slice;
         ProductSlice<Config, Config::step_v, G::wide_v> dout_rows;
         ProductSlice<Config, Config::step_k, G::wide> query_rows;
-        slice.load(q, i0, 0);
+        slice.load(q, i0, 0, buffers.now());
         slice.store(buffers.now());
         __syncthreads();
         while (i0 < end) {
@@ -254,8 +254,8 @@ struct KeyTile {   // keys and values of one head in shared memory, with the sum
         if (count <= 0) return;
         const Queries<Config> from_k{keys, params.k_j, 0, count, params.head_dim, nullptr, 0, 1};
         const Queries<Config> from_v{values, params.v_j, 0, count, params.head_dim_v, nullptr, 0, 1};
-        load_tile<Config::threads, G::tile_rows, G::dim, G::ld>(k, from_k, 0);
-        load_tile<Config::threads, G::tile_rows, G::dim_v, G::ld_v>(v, from_v, 0);
+        load_tile<Config, G::tile_rows, G::dim, G::ld>(k, from_k, 0);
+        load_tile<Config, G::tile_rows, G::dim_v, G::ld_v>(v, from_v, 0);
         const int group = params.heads_q / params.heads_kv;
         for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) add(params, tile, seq, head, j0, j0 + count);
         __syncthreads();
@@ -277,7 +277,7 @@ __device__ __forceinline__ void key_simt_kernel(const SimtParams& p, unsigned ch
     keys.buffers = {keys.p + G::tile_rows * G::ld_p, Config::slice, 0};
     fill(keys.dk, T(0));
     fill(keys.dv, T(0));
-    const int unit = blockIdx.x / p.tiles, part = blockIdx.x % p.tiles;
+    const int unit = blockIdx.x % p.units, part = blockIdx.x / p.units;
     const int head_kv = unit % p.heads_kv;
     int64_t row;   // of the gradients
     int owned;     // rows that the tile writes
@@ -377,7 +377,7 @@ __device__ __forceinline__ void bias_simt_kernel(const SimtParams& p, unsigned c
                 k_seen.end = v_seen.end = end;
                 for (int j0 = j_begin; j0 < j_end; j0 += G::tile_columns) {
                     if (scoring.skips(p, i0, i1, j0, j0 + G::tile_columns)) continue;
-                    slice.load(k_seen, j0, 0);
+                    slice.load(k_seen, j0, 0, buffers.now());
                     slice.store(buffers.now());
                     __syncthreads();
                     T s[G::rows][G::columns], ds[G::rows][G::columns];

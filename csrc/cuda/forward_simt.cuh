@@ -3,7 +3,8 @@
 //   for each tile of keys:   S = Q K^T, scores, m' = max(m, S), P = exp(S - m'), l = l c + sum P, O = O c + keep(P) V
 //   out = O / l / (1 - p);   lse = m + log l                   with c = exp(m - m')
 //
-// One block a tile of queries of one head. Grid: tiles x heads x sequences (packed: tiles x heads), last tiles first.
+// One block a tile of queries of one head, or of that a part of its keys. Grid: heads x sequences (packed: heads) x tiles
+// x parts, last tiles first: a causal mask leaves them the most to do.
 #pragma once
 
 #include "simt.cuh"
@@ -32,7 +33,8 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     using element = typename G::element;
     const G tile;
     ForwardMemory<Config> memory(shared);
-    const int unit = blockIdx.x / p.tiles, part = p.tiles - 1 - blockIdx.x % p.tiles;
+    const int unit = blockIdx.x % p.units, rest = blockIdx.x / p.units;
+    const int part = p.tiles - 1 - rest % p.tiles, split = rest / p.tiles;
     const int head = unit % p.heads_q;
     int b = unit / p.heads_q, within = part;
     if (p.cu_q && !find_tile(p, p.cu_q, p.total_q, G::tile_rows, part, b, within)) return;
@@ -42,8 +44,11 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     const Scoring<Config> scoring(p, seq, head);
     const int first = i0 < i1 ? static_cast<int>(scoring.window.key_begin(i0)) : 0;
     const int end = i0 < i1 ? static_cast<int>(scoring.window.key_end(i1 - 1)) : 0;
+    const int first_tile = first / G::tile_columns;   // of keys
+    const int64_t tiles = (end + G::tile_columns - 1) / G::tile_columns - first_tile;
+    const int stop = clip((first_tile + tiles * (split + 1) / p.splits) * G::tile_columns, 0, end);
     const auto next_tile = [&](int j) {   // the first tile at or after j that is not masked out
-        while (j < end && scoring.skips(p, i0, i1, j, j + G::tile_columns)) j += G::tile_columns;
+        while (j < stop && scoring.skips(p, i0, i1, j, j + G::tile_columns)) j += G::tile_columns;
         return j;
     };
 
@@ -55,7 +60,7 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     const T hidden = minus_infinity<T>();
     T m[G::rows], l[G::rows], o[G::rows][G::wide_v / G::lanes];
     T sink = hidden;
-    if (p.sinks) sink = read_number<T>(p.sinks, p.sinks_type, head);
+    if (p.sinks && split == 0) sink = read_number<T>(p.sinks, p.sinks_type, head);
 #pragma unroll
     for (int i = 0; i < G::rows; ++i) {
         m[i] = sink;
@@ -66,14 +71,14 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     DotSlice<Config> key_slice;
     ProductSlice<Config, Config::step_v, G::wide_v> value_slice;
     Buffers<T>& buffers = memory.buffers;
-    int j0 = next_tile(first / G::tile_columns * G::tile_columns);
-    if (j0 < end) {
-        load_tile<Config::threads, G::tile_rows, G::dim, G::ld>(memory.q, q, i0);
-        key_slice.load(k, j0, 0);
+    int j0 = next_tile(static_cast<int>(first_tile + tiles * split / p.splits) * G::tile_columns);
+    if (j0 < stop) {
+        key_slice.load(k, j0, 0, buffers.now());
+        load_tile<Config, G::tile_rows, G::dim, G::ld>(memory.q, q, i0);
         key_slice.store(buffers.now());
     }
     __syncthreads();
-    while (j0 < end) {
+    while (j0 < stop) {
         const int following = next_tile(j0 + G::tile_columns);
         T s[G::rows][G::columns];
         fill(s, T(0));
@@ -115,12 +120,14 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
         put_probabilities(memory.p, tile, s);
         sync_team();
         products<Config, Config::step_v, G::wide_v>(o, tile, memory.p, buffers, value_slice, v, j0,
-                                                    ahead(key_slice, k, following, following < end));
+                                                    ahead(key_slice, k, following, following < stop));
         j0 = following;
     }
 
     const int owned = seq.q_rows - i0;
-    const int64_t place = lse_row(p, seq, head) + i0;
+    const bool whole = p.splits == 1;
+    const int64_t place = split * lse_size(p) + lse_row(p, seq, head) + i0;   // within all parts
+    T* const stats = address<T>(whole ? p.stats : p.part_stats);
     const T keep_scale = Config::full ? static_cast<T>(p.keep_scale) : T(1);
 #pragma unroll
     for (int i = 0; i < G::rows; ++i) {
@@ -130,19 +137,58 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
         if (tile.x == 0 && row < owned) {
             T lse = query && !(l[i] == 0) ? (m[i] == hidden ? T(0) : m[i]) + logarithm(l[i]) : hidden;
             if (!seq.fits) lse = not_a_number<T>();
-            address<T>(p.lse)[place + row] = lse;
-            if (p.stats) {
-                const int64_t plane = static_cast<int64_t>(p.cu_q ? p.total_q : p.batch * static_cast<int64_t>(p.seqlen_q)) * p.heads_q;
-                address<T>(p.stats)[place + row] = query ? m[i] : hidden;
-                address<T>(p.stats)[plane + place + row] = query ? l[i] : T(0);
+            if (whole) address<T>(p.lse)[place + row] = lse;
+            if (stats) {
+                stats[place + row] = !seq.fits ? not_a_number<T>() : query ? m[i] : hidden;
+                stats[p.splits * lse_size(p) + place + row] = query ? l[i] : T(0);
             }
         }
         // what each row is multiplied by at last
         m[i] = !seq.fits ? not_a_number<T>() : query && !(l[i] == 0) ? keep_scale / l[i] : T(0);
     }
-    element* to = address<element>(p.out) + ((seq.out_row + i0) * p.heads_q + head) * p.head_dim_v;
-    write_rows<Config, G::wide_v>(to, static_cast<int64_t>(p.heads_q) * p.head_dim_v, p.head_dim_v, tile, owned, o,
-                                  [&](int i, T x) { return m[i] == 0 ? T(0) : x * m[i]; });
+    const auto normalised = [&](int i, T x) { return m[i] == 0 ? T(0) : x * m[i]; };
+    if (whole) {
+        element* to = address<element>(p.out) + ((seq.out_row + i0) * p.heads_q + head) * p.head_dim_v;
+        write_rows<Config, G::wide_v>(to, static_cast<int64_t>(p.heads_q) * p.head_dim_v, p.head_dim_v, tile, owned, o, normalised);
+    } else {
+        T* to = address<T>(p.part_out) + place * p.head_dim_v;
+        write_rows<Config, G::wide_v>(to, p.head_dim_v, p.head_dim_v, tile, owned, o, normalised);
+    }
+}
+
+// Joins the parts of a split forward, a team a row:
+//
+//   m = max m_s;  w_s = l_s exp(m_s - m);  l = sum w_s;  out = sum w_s out_s / l;  lse = m + log l
+template <class Config>
+__device__ __forceinline__ void combine_simt_kernel(const SimtParams& p, unsigned char*) {
+    using element = typename Config::element;
+    using T = typename Accumulator<element>::type;
+    const int64_t plane = lse_size(p), row = static_cast<int64_t>(blockIdx.x) * (Config::threads / 32) + (threadIdx.x >> 5);
+    if (row >= plane) return;
+    const int64_t per_head = p.cu_q ? p.total_q : p.seqlen_q, i = row % per_head, unit = row / per_head;
+    const int64_t head = unit % p.heads_q, token = unit / p.heads_q * per_head + i;
+    const T* const tops = address<const T>(p.part_stats) + row;
+    const T* const sums = tops + p.splits * plane;
+    const T hidden = minus_infinity<T>();
+    T m = hidden, l = 0;
+    for (int s = 0; s < p.splits; ++s) m = maximum(m, tops[s * plane]);
+    const T base = m == hidden ? T(0) : m;
+    const auto weight = [&](int s) { return sums[s * plane] * power(tops[s * plane] - base); };
+    for (int s = 0; s < p.splits; ++s) l += weight(s);
+    const T factor = l == 0 ? T(0) : 1 / l;
+    const int lane = threadIdx.x & 31;
+    for (int c = lane; c < p.head_dim_v; c += 32) {
+        const T* const parts = address<const T>(p.part_out) + row * p.head_dim_v + c;
+        T sum = 0;
+        for (int s = 0; s < p.splits; ++s) sum = multiply_add(weight(s), parts[s * plane * p.head_dim_v], sum);
+        narrow(sum * factor, address<element>(p.out)[(token * p.heads_q + head) * p.head_dim_v + c]);
+    }
+    if (lane != 0) return;
+    address<T>(p.lse)[row] = l == 0 ? hidden : base + logarithm(l);
+    if (p.stats) {
+        address<T>(p.stats)[row] = m;
+        address<T>(p.stats)[plane + row] = l;
+    }
 }
 
 // New tokens into a key/value cache: token t of sequence b goes to kv_lens[b] + t. One block a token; nothing is written

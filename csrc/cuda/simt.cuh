@@ -25,7 +25,7 @@ struct bfloat16 { uint16_t bits; };
 // elements. *_b, *_i, *_j, *_h: sequence (or page), query, key, head. A packed operand has no batch stride.
 struct SimtParams {
     uint64_t q, k, v, out, lse, stats, dout, dlse, dq, dk;
-    uint64_t dv, dbias, dsinks, rows, sinks, k_new, v_new;
+    uint64_t dv, dbias, dsinks, rows, sinks, k_new, v_new, part_out, part_stats;
     uint64_t q_lens, kv_lens, new_lens, cu_q, cu_k, page_table, bias, mask, alibi, block_mask;
     uint64_t seed;
     int64_t q_b, q_i, q_h, k_b, k_j, k_h, v_b, v_j, v_h, do_b;
@@ -36,7 +36,7 @@ struct SimtParams {
     double scale, softcap, keep_scale;
     int32_t batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, heads_kv, window_left, window_right, new_tokens;
     int32_t block_rows, block_columns, page_size, dropout_threshold;
-    int32_t head_dim, head_dim_v, capacity, tiles, top_left, sinks_type, size_b, size_h, size_i, size_j;
+    int32_t head_dim, head_dim_v, capacity, tiles, units, splits, top_left, sinks_type, size_b, size_h, size_i, size_j;
 };
 
 // Faults that tests compile in to see them caught; 0 is none.
@@ -57,8 +57,17 @@ __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b);
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
-// exp(x)
-__device__ __forceinline__ float power(float x) { return exp2f(x * 1.4426950408889634f); }
+// exp(x); float results below 2^-126 are 0
+__device__ __forceinline__ float power(float x) {
+    const float exponent = x * 1.4426950408889634f;
+#if defined(__CUDACC__)
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(exponent));
+    return y;
+#else
+    return exp2f(exponent);
+#endif
+}
 __device__ __forceinline__ double power(double x) { return exp(x); }
 // A product that is rounded by itself: scores are the same to the bit in forward and backward, with and without dropout.
 __device__ __forceinline__ float rounded_product(float a, float b) {
@@ -126,6 +135,15 @@ __device__ __forceinline__ T* in_global(T* pointer) {
     return pointer;
 }
 
+// Makes the compiler forget what x is, so that nothing which follows from it is kept for long.
+template <class T>
+__device__ __forceinline__ void recompute(T& x) {
+#if defined(__CUDACC__)
+    if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
+    else asm volatile("" : "+r"(x));
+#endif
+}
+
 // One number of an operand whose dtype is only known at run time: 0 float32, 1 float16, 2 bfloat16, 3 float64.
 template <class T>
 __device__ __forceinline__ T read_number(uint64_t base, int type, int64_t index) {
@@ -139,6 +157,25 @@ __device__ __forceinline__ int clip(int64_t x, int low, int high) {
     return x < low ? low : x > high ? high : static_cast<int>(x);
 }
 ATTNLIB_FN constexpr int round_up(int x, int step) { return (x + step - 1) / step * step; }
+
+// ---------------------------------------------------------------- copies that pass no registers
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define ATTNLIB_HAS_COPIES
+// 16 bytes from global to shared memory, or zeros and nothing read; there after wait_for_copies and a barrier.
+__device__ __forceinline__ void start_copy(void* to, const void* from, bool any) {
+    const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(from), "r"(any ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#endif
+#if defined(ATTNLIB_HAS_COPIES)
+constexpr bool has_copies = true;
+#else
+constexpr bool has_copies = false;
+__device__ __forceinline__ void start_copy(void*, const void*, bool) {}
+__device__ __forceinline__ void wait_for_copies() {}
+#endif
 
 // ---------------------------------------------------------------- teams of 32 threads
 
@@ -219,6 +256,7 @@ struct Tile {
 // Rows in global memory; those outside [begin, end) read as zeros, and so do columns past `columns`.
 template <class element, bool vectors, bool paged>
 struct Source {
+    static constexpr bool has_pages = paged;
     const element* base;
     int64_t stride;
     int begin, end, columns;
@@ -230,12 +268,14 @@ struct Source {
         if constexpr (paged) return base + pages[row / page_size] * page_stride + row % page_size * stride;
         else return base + row * stride;
     }
-    __device__ __forceinline__ bool has(int row) const { return row >= begin && row < end; }
-    // Four elements that begin at `from`, the column'th of a row.
+    __device__ __forceinline__ bool has(int row) const {
+        return static_cast<uint32_t>(row - begin) < static_cast<uint32_t>(end > begin ? end - begin : 0);
+    }
+    // Four elements that begin at `from`, the column'th of a row; column < columns.
     __device__ __forceinline__ Quad<element> read(const element* from, int column) const {
         Quad<element> quad{};
         if constexpr (vectors) {
-            if (column < columns) quad = *reinterpret_cast<const Quad<element>*>(in_global(from));
+            quad = *reinterpret_cast<const Quad<element>*>(in_global(from));
         } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
@@ -261,9 +301,24 @@ __device__ __forceinline__ void write_quad(number* to, const Quad<element>& quad
     }
 }
 
-// A slice of `count` x `size` elements on its way from global to shared memory, in registers in between.
-template <class element, class number, int threads, int count, int size, int ld>
+// Whether operands are copied to shared memory as they are, past the registers.
+template <class Config>
+constexpr bool copied = has_copies && Config::vectors && sizeof(typename Config::element) == sizeof(typename Tile<Config>::number);
+
+template <class number>
+__device__ __forceinline__ void copy_quad(number* to, const number* from, bool any) {
+    constexpr int width = 16 / sizeof(number);
+#pragma unroll
+    for (int e = 0; e < 4; e += width) start_copy(to + e, from + e, any);
+}
+
+// A slice of `count` x `size` elements on its way from global to shared memory: a copy under way to where the slice is
+// to be, or in registers until it is stored there.
+template <class Config, int count, int size, int ld>
 struct Slice {
+    using element = typename Config::element;
+    using number = typename Tile<Config>::number;
+    static constexpr int threads = Config::threads;
     static constexpr int per_row = size / 4, total = count * per_row, each = (total + threads - 1) / threads;
     Quad<element> held[each];
 
@@ -280,16 +335,26 @@ struct Slice {
     };
 
     template <class From>
-    __device__ __forceinline__ void load(const From& source, int row, int column) {
+    __device__ __forceinline__ void load(From source, int row, int column, number* to) {
+        recompute(source.stride);   // addresses of every quad, kept from tile to tile, would cost more registers than time
+        recompute(row);
+        const Place first(0);
+        const element* next = From::has_pages ? source.base : source.at(row + first.row) + column + first.column;
+        const int64_t step = threads / per_row * source.stride;
 #pragma unroll
         for (int n = 0; n < each; ++n) {
             const Place place(n);
-            held[n] = {};
-            if (place.exists && source.has(row + place.row))
-                held[n] = source.read(source.at(row + place.row) + column + place.column, column + place.column);
+            if (!place.exists) continue;
+            const bool any = source.has(row + place.row) && (Config::exact || column + place.column < source.columns);
+            const element* from = next;
+            if constexpr (!From::has_pages && threads % per_row == 0) next += step;
+            else if (any) from = source.at(row + place.row) + column + place.column;
+            if constexpr (copied<Config>) copy_quad(to + place.row * ld + place.column, from, any);
+            else held[n] = any ? source.read(from, column + place.column) : Quad<element>{};
         }
     }
     __device__ __forceinline__ void store(number* to) const {
+        if constexpr (copied<Config>) return wait_for_copies();
 #pragma unroll
         for (int n = 0; n < each; ++n) {
             const Place place(n);
@@ -299,15 +364,18 @@ struct Slice {
 };
 
 // A whole tile of `count` rows that stays in shared memory.
-template <int threads, int count, int size, int ld, class From, class number>
+template <class Config, int count, int size, int ld, class From, class number>
 __device__ __forceinline__ void load_tile(number* to, const From& source, int row) {
     constexpr int per_row = size / 4;
 #pragma unroll 4
-    for (int index = threadIdx.x; index < count * per_row; index += threads) {
+    for (int index = threadIdx.x; index < count * per_row; index += Config::threads) {
         const int within = index / per_row, column = index % per_row * 4;
-        write_quad(to + within * ld + column, source.has(row + within) ? source.read(source.at(row + within) + column, column)
-                                                                       : decltype(source.read(nullptr, 0)){});
+        const bool any = source.has(row + within) && (Config::exact || column < source.columns);
+        const auto* from = any ? source.at(row + within) + column : source.base;
+        if constexpr (copied<Config>) copy_quad(to + within * ld + column, from, any);
+        else write_quad(to + within * ld + column, any ? source.read(from, column) : decltype(source.read(from, 0)){});
     }
+    if constexpr (copied<Config>) wait_for_copies();
 }
 
 // The two buffers that slices stream through.
@@ -332,16 +400,16 @@ struct Ahead {
     int row;
     bool any;
 
-    __device__ __forceinline__ void load() const { if (any) slice.load(source, row, 0); }
+    template <class number>
+    __device__ __forceinline__ void load(number* to) const { if (any) slice.load(source, row, 0, to); }
     template <class number>
     __device__ __forceinline__ void store(number* to) const { if (any) slice.store(to); }
 };
 
 template <class Config>
-using DotSlice = Slice<typename Config::element, typename Tile<Config>::number, Config::threads, Config::tile_columns,
-                       Config::depth, Tile<Config>::ld_slice>;
+using DotSlice = Slice<Config, Config::tile_columns, Config::depth, Tile<Config>::ld_slice>;
 template <class Config, int count, int wide>
-using ProductSlice = Slice<typename Config::element, typename Tile<Config>::number, Config::threads, count, wide, wide>;
+using ProductSlice = Slice<Config, count, wide, wide>;
 
 template <class SliceType, class From>
 __device__ __forceinline__ Ahead<SliceType, From> ahead(SliceType& slice, const From& source, int row, bool any = true) {
@@ -357,8 +425,8 @@ __device__ __forceinline__ void dots(
     constexpr int unroll = G::unroll;
 #pragma unroll 1
     for (int part = 0; part < slices; ++part) {
-        if (part + 1 < slices) slice.load(b, row, (part + 1) * G::depth);
-        else then.load();
+        if (part + 1 < slices) slice.load(b, row, (part + 1) * G::depth, buffers.next());
+        else then.load(buffers.next());
         const T* left = a + tile.row * ld + part * G::depth;
         const T* right = buffers.now() + tile.x * G::ld_slice;
 #pragma unroll unroll
@@ -391,8 +459,8 @@ __device__ __forceinline__ void products(
     constexpr int unroll = G::unroll, slices = G::tile_columns / count, groups = wide / G::lanes / G::width;
 #pragma unroll 1
     for (int part = 0; part < slices; ++part) {
-        if (part + 1 < slices) slice.load(v, row + (part + 1) * count, 0);
-        else then.load();
+        if (part + 1 < slices) slice.load(v, row + (part + 1) * count, 0, buffers.next());
+        else then.load(buffers.next());
         const T* left = p + tile.row * G::ld_p + part * count;
         const T* right = buffers.now() + tile.x * G::width;
 #pragma unroll unroll
@@ -436,12 +504,11 @@ __device__ __forceinline__ void fill(T (&s)[rows][columns], T value) {
 }
 
 // Rows of a result: o * factor(i) at row i * steps of `to` and the columns of `products`, for the first `count` rows.
-template <class Config, int wide, class T, class Factor>
+template <class Config, int wide, class element, class T, class Factor>
 __device__ __forceinline__ void write_rows(
-    typename Config::element* to, int64_t stride, int columns, const Tile<Config>& tile, int count,
+    element* to, int64_t stride, int columns, const Tile<Config>& tile, int count,
     const T (&o)[Tile<Config>::rows][wide / Tile<Config>::lanes], const Factor& factor) {
     using G = Tile<Config>;
-    using element = typename Config::element;
     struct alignas(G::width * sizeof(element)) Run { element x[G::width]; };
 #pragma unroll
     for (int i = 0; i < G::rows; ++i) {
@@ -528,6 +595,10 @@ __device__ __forceinline__ bool find_tile(const SimtParams& p, uint64_t cu, int 
     return static_cast<int64_t>(within) * rows < end - begin;
 }
 
+// Numbers in an operand of the shape of lse.
+__device__ __forceinline__ int64_t lse_size(const SimtParams& p) {
+    return static_cast<int64_t>(p.cu_q ? p.total_q : p.batch * static_cast<int64_t>(p.seqlen_q)) * p.heads_q;
+}
 __device__ __forceinline__ int64_t lse_row(const SimtParams& p, const Sequence& s, int head) {
     if (p.cu_q) return static_cast<int64_t>(head) * p.total_q + s.q_row;
     return (static_cast<int64_t>(s.index) * p.heads_q + head) * p.seqlen_q;
@@ -677,6 +748,8 @@ struct Scoring {
         const int i0 = transposed ? column : row, i1 = transposed ? last_column : last_row;
         const int j0 = transposed ? row : column, j1 = transposed ? last_row : last_column;
         if (i1 < window.q_len && j1 < window.key_end(i0) && j0 >= window.key_begin(i1)) return;
+        recompute(row);   // what follows is rare: no register is to hold any of it from tile to tile
+        recompute(column);
         if constexpr (transposed) {
 #pragma unroll
             for (int j = 0; j < G::columns; ++j) {
