@@ -9,11 +9,19 @@ import torch
 
 from . import dispatch, ops, run
 from . import vmap as _vmap  # noqa: F401  registers itself
-from .arguments import check_devices
-from .calls import BlockMask, autocast, blocks_of, head_dim_of, length_hint, scalars_of, seed_tensor
+from .arguments import check_devices, check_memory
+from .calls import (
+    BlockMask,
+    autocast,
+    blocks_of,
+    check_cache,
+    length_hint,
+    scalars_of,
+    seed_tensor,
+)
 from .errors import ArgumentError, ArgumentTypeError, AttnlibError
-from .operands import Operands
-from .options import Options
+from .operands import Operands, Scalars
+from .options import check_flag
 
 Result = Any  # a tensor, or (out, lse) with return_lse=True
 
@@ -91,12 +99,14 @@ def attention(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention, locals())
-    options = Options.of(head_dim_of(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
     operands = Operands(
         q, k, v, bias, mask, alibi_slopes, sinks, blocks_of(block_mask), q_lens, kv_lens, None, None, None,
         seed_tensor(q, dropout_p, dropout_seed),
     )  # fmt: skip
-    return _run(operands, options, block_mask, -1, -1, return_lse, backend)
+    return _run(
+        operands, return_lse, backend, causal, causal_alignment, window, scale, softcap, dropout_p, deterministic,
+        block_mask,
+    )  # fmt: skip
 
 
 def attention_varlen(
@@ -155,7 +165,6 @@ def attention_varlen(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention_varlen, locals())
-    options = Options.of(head_dim_of(q), causal, causal_alignment, window, scale, softcap, dropout_p, deterministic)
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if tensor is None:
             raise ArgumentTypeError(f"{name}: needs an int32 tensor [batch + 1], got None")
@@ -163,8 +172,10 @@ def attention_varlen(
         q, k, v, bias, mask, alibi_slopes, sinks, blocks_of(block_mask), None, None, cu_seqlens_q, cu_seqlens_k,
         page_table, seed_tensor(q, dropout_p, dropout_seed),
     )  # fmt: skip
-    longest_q, longest_k = length_hint("max_seqlen_q", max_seqlen_q), length_hint("max_seqlen_k", max_seqlen_k)
-    return _run(operands, options, block_mask, longest_q, longest_k, return_lse, backend)
+    return _run(
+        operands, return_lse, backend, causal, causal_alignment, window, scale, softcap, dropout_p, deterministic,
+        block_mask, length_hint("max_seqlen_q", max_seqlen_q), length_hint("max_seqlen_k", max_seqlen_k),
+    )  # fmt: skip
 
 
 def attention_kvcache(
@@ -224,25 +235,12 @@ def attention_kvcache(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention_kvcache, locals())
-    if kv_lens is None:
-        raise ArgumentTypeError("kv_lens: needs an int32 tensor [batch], got None")
-    if (k_new is None) != (v_new is None):
-        raise ArgumentError("k_new, v_new: need to be given together, got only one of them")
-    if new_lens is not None and k_new is None:
-        raise ArgumentError("new_lens: needs k_new and v_new, got none")
-    if torch.is_grad_enabled():
-        named = dict(q=q, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, bias=bias, sinks=sinks)
-        for name, tensor in named.items():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                raise ArgumentError(
-                    f"{name}: needs no gradient, since attention_kvcache has no backward; got requires_grad=True"
-                )
-    options = Options.of(head_dim_of(q), causal, "bottom_right", window, scale, softcap, 0.0, False)
     operands = Operands(
         q, k_cache, v_cache, bias, mask, alibi_slopes, sinks, None, q_lens, kv_lens, None, None, page_table, None,
         k_new, v_new, new_lens,
     )  # fmt: skip
-    return _run(operands, options, None, -1, -1, return_lse, backend, cache=True)
+    check_cache(operands)
+    return _run(operands, return_lse, backend, causal, "bottom_right", window, scale, softcap, 0.0, False, cache=True)
 
 
 # --- from the public functions to the operators ----------------------------------------------------------------------
@@ -250,48 +248,68 @@ def attention_kvcache(
 
 def _run(
     operands: Operands,
-    options: Options,
-    block_mask: BlockMask | None,
-    longest_q: int,
-    longest_k: int,
     return_lse: bool,
     backend: str | None,
+    causal: bool,
+    causal_alignment: str,
+    window: Sequence[int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    deterministic: bool | None,
+    block_mask: BlockMask | None = None,
+    longest_q: int = -1,
+    longest_k: int = -1,
     cache: bool = False,
 ) -> Result:
+    check_flag("return_lse", return_lse)
     try:
-        out, lse = _attend(operands, options, block_mask, longest_q, longest_k, backend, cache)
-    except (AttributeError, RuntimeError) as error:
-        if not isinstance(error, AttnlibError) and not torch.compiler.is_compiling():
-            check_devices(operands)  # says what is no tensor, or no dense one
-        raise
-    return (out, lse) if return_lse else out
+        if torch._C._is_any_autocast_enabled():
+            operands = autocast(operands, cache)
+        spec = dispatch.requested(backend)
+        scalars = scalars_of(
+            operands, causal, causal_alignment, window, scale, softcap, dropout_p, deterministic, block_mask,
+            longest_q, longest_k,
+        )  # fmt: skip
+        if operands.k_new is not None:
+            result = _append(operands, scalars, spec)
+        elif "reference" in spec and not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
+            check_memory(zip(Operands._fields, operands))
+            result = run.run_reference(operands, scalars, spec) or ops.call(operands, scalars, spec, return_lse)
+        else:
+            result = ops.call(operands, scalars, spec, return_lse)
+    except Exception as error:
+        if torch.compiler.is_compiling():
+            raise
+        found = _named(error, operands, cache)
+        if found is error:
+            raise
+        raise found from error
+    return result if return_lse else result[0]
 
 
-def _attend(
-    operands: Operands,
-    options: Options,
-    block_mask: BlockMask | None,
-    longest_q: int,
-    longest_k: int,
-    backend: str | None,
-    cache: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    kind = operands.q.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        operands = autocast(operands, cache)
-    spec = dispatch.requested(backend)
-    scalars = scalars_of(operands, options, block_mask, longest_q, longest_k)
-    if operands.k_new is not None:
-        check_devices(operands)
-        for name, written in (("k_cache", operands.k), ("v_cache", operands.v)):
-            if written.is_neg():
-                raise ArgumentError(f"{name}: needs plain memory to be written, got a negative view (see resolve_neg)")
-        return ops.append_forward_op(operands.k_new, operands.v_new, operands.new_lens, *operands[:14], *scalars, spec)
-    if "reference" in spec and not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
-        direct = run.run_reference(operands, scalars, spec)
-        if direct is not None:
-            return direct
-    return ops.call(operands, scalars, spec)
+def _named(error: Exception, operands: Operands, cache: bool) -> Exception:
+    """error, or a better one: what operand is no dense tensor with memory, under the name that the caller used."""
+    if not isinstance(error, AttnlibError):
+        try:
+            check_devices(operands)
+            check_memory(zip(Operands._fields, operands))
+        except (ArgumentError, ArgumentTypeError) as found:
+            error = found
+    name, colon, rest = str(error).partition(":")
+    if cache and name in ("k", "v") and isinstance(error, (ArgumentError, ArgumentTypeError)):
+        return type(error)(f"{name}_cache{colon}{rest}")
+    return error
+
+
+def _append(operands: Operands, scalars: Scalars, spec: str) -> tuple[torch.Tensor, torch.Tensor]:
+    check_devices(operands)
+    for name, written in (("k_cache", operands.k), ("v_cache", operands.v)):
+        if written.is_neg() or written._is_zerotensor():
+            got = "a negative view (see resolve_neg)" if written.is_neg() else "a symbolic zero"
+            raise ArgumentError(f"{name}: needs plain memory to be written, got {got}")
+    *common, k_new, v_new, new_lens = operands
+    return ops.append_forward_op(k_new, v_new, new_lens, *common, *scalars, spec)
 
 
 def _through_arrays(function: Any, arguments: dict[str, Any]) -> Any:

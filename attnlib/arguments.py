@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .errors import ArgumentError, ArgumentTypeError
 from .lengths import check_values
-from .operands import Operands, Scalars
+from .operands import DIFFERENTIABLE, INTEGERS, Operands, Scalars
 from .problem import DTYPES, AttentionProblem, Tensors, Window
 
-_GRADS = ("q", "k", "v", "bias", "sinks")
 _FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
@@ -32,14 +34,43 @@ def check_types(operands: Operands) -> None:
 def check_devices(operands: Operands) -> None:
     """Raises for an operand that is not a plain strided tensor on q's device."""
     check_types(operands)
+    for name, tensor in zip(Operands._fields, operands):
+        if tensor is not None:
+            check_dense(name, tensor)
     device = operands.q.device
     for name, tensor in zip(Operands._fields, operands):
-        if tensor is None:
-            continue
-        if tensor.layout != torch.strided:
-            raise ArgumentTypeError(f"{name}: needs a dense (strided) tensor, got layout {tensor.layout}")
-        if tensor.device != device:
+        if tensor is not None and tensor.device != device:
             raise ArgumentError(f"{name}: needs device {device}, as q has, got {tensor.device}")
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises ArgumentTypeError for a tensor that has no shape and strides of one dense block."""
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        got = f"an {type(tensor).__name__}"
+    elif tensor.layout != torch.strided:
+        got = f"layout {tensor.layout}"
+    elif tensor.is_nested or tensor.is_quantized:
+        got = "a nested tensor" if tensor.is_nested else "a quantized tensor"
+    else:
+        return
+    raise ArgumentTypeError(f"{name}: needs a dense (strided) tensor, got {got}")
+
+
+def check_memory(named: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    """Raises ArgumentError for a tensor whose values are nowhere: freed, or a fake one among real ones."""
+    given = [(name, tensor) for name, tensor in named if tensor is not None]
+    all_fake = all(isinstance(tensor, FakeTensor) for _, tensor in given)
+    for name, tensor in given:
+        if not all_fake and (isinstance(tensor, FakeTensor) or _is_freed(tensor)):
+            raise ArgumentError(f"{name}: needs a tensor that has memory, got a {type(tensor).__name__} without any")
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or tensor._is_zerotensor() or type(tensor) not in _TENSORS:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        return False
+    return tensor.numel() > 0 and not tensor.data_ptr()
 
 
 def check(operands: Operands, scalars: Scalars) -> AttentionProblem:
@@ -119,10 +150,11 @@ def check(operands: Operands, scalars: Scalars) -> AttentionProblem:
         page_size=k.shape[1] if paged else None,
         append=operands.k_new is not None,
         dropout_p=int(scalars.dropout_p * 65536 + 0.5) / 65536,
-        grads=tuple(name for bit, name in enumerate(_GRADS) if scalars.grads >> bit & 1),
+        grads=tuple(name for bit, name in enumerate(DIFFERENTIABLE) if scalars.grads >> bit & 1),
         deterministic=scalars.deterministic,
         tf32=scalars.tf32,
-        aligned=all(_aligned(t) for t in (q, k, v, operands.k_new, operands.v_new) if t is not None),
+        aligned=all(dim * q.element_size() % 16 == 0 for dim in (head_dim, head_dim_v))  # so that every copy is, too
+        and all(_aligned(t) for t in (q, k, v, operands.k_new, operands.v_new) if t is not None),
     )
 
 
@@ -147,7 +179,7 @@ def _check_dtypes(operands: Operands) -> None:
     slopes = operands.alibi_slopes
     if slopes is not None and slopes.dtype != torch.float32:
         raise ArgumentTypeError(f"alibi_slopes: needs float32, got {_name(slopes.dtype)}")
-    for name in ("q_lens", "kv_lens", "new_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table"):
+    for name in INTEGERS:
         tensor = getattr(operands, name)
         if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
             raise ArgumentTypeError(f"{name}: needs int32 or int64, got {_name(tensor.dtype)}")
@@ -259,7 +291,12 @@ def _check_extras(
                 raise ArgumentError(f"{name}: needs shape {needed}, got {None if tensor is None else _shape(tensor)}")
 
 
-def bind(operands: Operands, problem: AttentionProblem, dout: torch.Tensor | None = None) -> Tensors:
+def is_canonical(operands: Operands) -> bool:
+    """Whether q, k and v are as Tensors asks for, and there is no other operand."""
+    return all(tensor is None for tensor in operands[3:]) and all(_unit_stride(t) is t for t in operands[:3])
+
+
+def bind(operands: Operands, problem: AttentionProblem) -> Tensors:
     """Canonical operands of a checked call; out, lse and gradients are still missing (out and lse hold q).
 
     Raises ArgumentError for lengths that do not fit, where the host can see them.
@@ -267,12 +304,6 @@ def bind(operands: Operands, problem: AttentionProblem, dout: torch.Tensor | Non
     q, k, v = _unit_stride(operands.q), _unit_stride(operands.k), _unit_stride(operands.v)
     if v.shape[-1] != problem.head_dim_v:
         v = v.new_zeros((*v.shape[:-1], problem.head_dim_v))
-    if dout is not None:
-        dout = _unit_stride(dout)
-        if problem.aligned and not _aligned(dout):
-            dout = dout.clone(memory_format=torch.contiguous_format)
-    if _NOTHING.issuperset(map(type, operands[3:])):
-        return Tensors(q, k, v, q, q, dout=dout)
     check_values(operands, problem)
     full = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
     slopes, block_mask = operands.alibi_slopes, operands.block_mask
@@ -296,8 +327,15 @@ def bind(operands: Operands, problem: AttentionProblem, dout: torch.Tensor | Non
         v_new=None if operands.v_new is None else _values_new(operands.v_new, problem),
         new_lens=_int32(operands.new_lens),
         dropout_seed=operands.dropout_seed.reshape(1) if operands.dropout_seed is not None else None,
-        dout=dout,
     )
+
+
+def bind_dout(dout: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:
+    """The gradient of out in canonical form."""
+    dout = _unit_stride(dout)
+    if not problem.aligned or (dout.is_contiguous() and not dout.data_ptr() & 15) or _aligned(dout):
+        return dout
+    return dout.clone(memory_format=torch.contiguous_format)
 
 
 def _values_new(v_new: torch.Tensor, problem: AttentionProblem) -> torch.Tensor:

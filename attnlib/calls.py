@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .arguments import check_dense
 from .errors import ArgumentError, ArgumentTypeError
-from .operands import Operands, Scalars
-from .options import Options
+from .operands import Operands, Scalars, grads_of
+from .options import UNBOUNDED, check_flag, check_number, check_positive, check_probability, check_window
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,35 +52,44 @@ class BlockMask:
 
 
 def scalars_of(
-    operands: Operands, options: Options, block_mask: BlockMask | None, longest_q: int, longest_k: int
+    operands: Operands,
+    causal: bool,
+    causal_alignment: str,
+    window: Sequence[int | None] | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    deterministic: bool | None,
+    block_mask: BlockMask | None,
+    longest_q: int,
+    longest_k: int,
 ) -> Scalars:
+    """The arguments of a call that are no tensors, checked and normalised: ArgumentError or ArgumentTypeError."""
+    check_flag("causal", causal)
+    if causal_alignment not in ("bottom_right", "top_left"):
+        raise ArgumentError(f"causal_alignment: needs 'bottom_right' or 'top_left', got {causal_alignment!r}")
+    left, right = (UNBOUNDED, UNBOUNDED) if window is None else check_window(window)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        raise ArgumentTypeError(f"deterministic: needs True, False or None, got {deterministic!r}")
+    slopes = operands.alibi_slopes
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("alibi_slopes: needs no gradient, since none is computed for it; got requires_grad=True")
     return Scalars(
         longest_q,
         longest_k,
-        options.left,
-        options.right,
-        options.top_left,
-        options.scale,
-        options.softcap,
-        options.dropout_p,
+        left,
+        0 if causal else right,
+        causal_alignment == "top_left",
+        _default_scale(operands.q) if scale is None else check_number("scale", scale),
+        0.0 if softcap is None else check_positive("softcap", softcap),
+        check_probability(dropout_p),
         0 if block_mask is None else block_mask.block_q,
         0 if block_mask is None else block_mask.block_k,
-        _grads(operands) if torch.is_grad_enabled() else 0,
-        options.deterministic,
+        grads_of(operands),
+        deterministic,
         _allows_tf32(operands.q),
-    )
-
-
-def _grads(operands: Operands) -> int:
-    slopes, bias, sinks = operands.alibi_slopes, operands.bias, operands.sinks
-    if slopes is not None and slopes.requires_grad:
-        raise ArgumentError("alibi_slopes: needs no gradient, since none is computed for it; got requires_grad=True")
-    return (
-        operands.q.requires_grad
-        | operands.k.requires_grad << 1
-        | operands.v.requires_grad << 2
-        | (bias is not None and bias.requires_grad) << 3
-        | (sinks is not None and sinks.requires_grad) << 4
     )
 
 
@@ -100,7 +111,7 @@ def autocast(operands: Operands, cache: bool = False) -> Operands:
 
 
 def _allows_tf32(q: torch.Tensor) -> bool:
-    return q.dtype == torch.float32 and q.device.type == "cuda" and _torch_allows_tf32()
+    return q.is_cuda and q.dtype == torch.float32 and _torch_allows_tf32()
 
 
 @torch._dynamo.assume_constant_result
@@ -111,12 +122,33 @@ def _torch_allows_tf32() -> bool:
     return precision == "tf32"
 
 
-def head_dim_of(q: torch.Tensor) -> int:
-    if q.layout != torch.strided:
-        raise ArgumentTypeError(f"q: needs a dense (strided) tensor, got layout {q.layout}")
-    if q.dim() == 0:
-        raise ArgumentError("q: needs 4 dimensions [batch, seqlen, heads, head_dim], or 3 when packed, got none")
-    return q.shape[-1]
+def check_cache(operands: Operands) -> None:
+    """What attention_kvcache asks of its operands beyond their form. Raises ArgumentError or ArgumentTypeError."""
+    if operands.kv_lens is None:
+        raise ArgumentTypeError("kv_lens: needs an int32 tensor [batch], got None")
+    if (operands.k_new is None) != (operands.v_new is None):
+        raise ArgumentError("k_new, v_new: need to be given together, got only one of them")
+    if operands.new_lens is not None and operands.k_new is None:
+        raise ArgumentError("new_lens: needs k_new and v_new, got none")
+    if torch.is_grad_enabled():
+        for name, tensor in zip(Operands._fields, operands):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                name = {"k": "k_cache", "v": "v_cache"}.get(name, name)
+                raise ArgumentError(
+                    f"{name}: needs no gradient, since attention_kvcache has no backward; got requires_grad=True"
+                )
+
+
+def _default_scale(q: torch.Tensor) -> float:
+    try:
+        head_dim = q.shape[-1]
+    except (IndexError, RuntimeError, ValueError) as error:  # none, nested or not initialised
+        check_dense("q", q)
+        message = "q: needs 4 dimensions [batch, seqlen, heads, head_dim], or 3 when packed, got none"
+        raise ArgumentError(message) from error
+    if head_dim == 0:
+        raise ArgumentError("q: needs head_dim of at least 1, got 0")
+    return head_dim**-0.5
 
 
 def blocks_of(block_mask: BlockMask | None) -> torch.Tensor | None:
@@ -128,8 +160,14 @@ def blocks_of(block_mask: BlockMask | None) -> torch.Tensor | None:
 
 
 def length_hint(name: str, value: Any) -> int:
-    if value is None or isinstance(value, torch.Tensor):
-        return -1  # a tensor's value is not worth a synchronisation: grids come from totals
+    if value is None:
+        return -1
+    if isinstance(value, torch.Tensor):
+        check_dense(name, value)
+        if value.dtype not in (torch.int32, torch.int64) or value.numel() != 1:
+            got = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+            raise ArgumentTypeError(f"{name}: needs an int, an int32 or int64 tensor of one element or None, got {got}")
+        return -1  # its value is not worth a synchronisation: grids come from totals
     if isinstance(value, bool) or not isinstance(value, (int, numbers.Integral, torch.SymInt)):
         raise ArgumentTypeError(f"{name}: needs an int, a one-element tensor or None, got {value!r}")
     length: Any = value if isinstance(value, torch.SymInt) else int(value)
@@ -141,8 +179,13 @@ def length_hint(name: str, value: Any) -> int:
 
 
 def seed_tensor(q: torch.Tensor, dropout_p: float, seed: Any) -> torch.Tensor | None:
+    """The seed as an operand; None where no key is dropped."""
+    threshold = int(check_probability(dropout_p) * 65536 + 0.5)
+    if seed is None and threshold == 0:
+        return None
     if isinstance(seed, torch.Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
+            check_dense("dropout_seed", seed)
             raise ArgumentError(
                 "dropout_seed: needs an int or an int64 tensor of one element, got "
                 f"{str(seed.dtype).removeprefix('torch.')} {list(seed.shape)}"
@@ -152,7 +195,7 @@ def seed_tensor(q: torch.Tensor, dropout_p: float, seed: Any) -> torch.Tensor | 
             raise ArgumentTypeError(f"dropout_seed: needs an int or an int64 tensor of one element, got {seed!r}")
         if not -(2**63) <= int(seed) < 2**63:
             raise ArgumentError(f"dropout_seed: needs an int from -2**63 to 2**63 - 1, got {seed}")
-    if int(dropout_p * 65536 + 0.5) == 0:
+    if threshold == 0:
         return None
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)

@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--backend", required=True, help="a backend or one of its families, e.g. cpu or cpu:avx2")
     check.add_argument("--level", choices=("core", "full"), default="core", help="how many cases (default core)")
     check.add_argument("--shard", type=_shard, metavar="I/N", help="only the I-th of N parts of the cases")
+    check.add_argument("--only", action="append", metavar="TEXT", help="checks with TEXT in their name; repeatable")
     check.add_argument("--device", help="a torch device (default: one the backend runs on)")
     check.add_argument("--report", metavar="FILE", help="write the JSON report here")
     _json_option(check)
@@ -383,6 +384,7 @@ def _check(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from .conformance import run_check
+    from .conformance.runner import refusal_counts
 
     reasons = _unusable(options.backend, options.device)
     if reasons:
@@ -394,10 +396,13 @@ def _check(options: argparse.Namespace) -> int:
         options.backend,
         level=options.level,
         shard=options.shard,
+        only=options.only,
         device=options.device,
         report=options.report,
         progress=not options.json,
     )
+    if options.only and not report["checks"]:
+        return _fail(f"--only: no check of level {options.level} has {' or '.join(options.only)} in its name")
     if options.json:
         _print_json(report)
     else:
@@ -405,6 +410,8 @@ def _check(options: argparse.Namespace) -> int:
         print(
             f"{report['backend']} on {report['device']}, level {report['level']}: {counts}, {report['seconds']:.0f} s"
         )
+        for reason, count in refusal_counts(report).items():
+            print(f"  refused {count:4}  {reason}")
         if options.report:
             print(f"report: {options.report}")
     # Nothing passed and nothing failed: everything was refused, which is no proof of anything.

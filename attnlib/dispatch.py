@@ -81,7 +81,8 @@ class Decision:
             for index, refusal in enumerate(candidate.refusals):
                 lines.append(f"  {candidate.name if index == 0 else '':{width}}  {refusal}")
         for key, value in (self.details or {}).items():
-            lines.append(f"  {key}: {value}")
+            text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else value
+            lines.append(f"  {key}: {text}")
         return "\n".join(lines)
 
 
@@ -180,6 +181,11 @@ def pinned(spec: str, name: str) -> str:
     return name + at + token
 
 
+def resolved(spec: str) -> str:
+    """spec with what ATTNLIB_BACKEND holds now, for a call from a graph that was compiled without a name."""
+    return from_environment() + spec if not spec or spec.startswith("@") else spec
+
+
 def from_environment() -> str:
     """ATTNLIB_BACKEND in the form that travels with a call."""
     names = settings.current().backend
@@ -205,8 +211,8 @@ def parse_names(names: tuple[str, ...] | str, argument: str) -> tuple[str, ...]:
 
 def _split_spec(spec: str) -> tuple[str, Mapping[str, Any] | None]:
     """The names of a spec and its config."""
-    names, at, rest = spec.partition("@")
-    return (names or from_environment()), (_configs[at + rest] if at else None)
+    names, at, rest = resolved(spec).partition("@")
+    return names, (_configs[at + rest] if at else None)
 
 
 def _order(target: Target, names: str) -> tuple[tuple[str, ...] | None, str]:
@@ -223,7 +229,7 @@ def _order(target: Target, names: str) -> tuple[tuple[str, ...] | None, str]:
 _decisions: LRU[Decision] = LRU(256)
 _plans: LRU[Plan] = LRU(256)
 _planning = threading.RLock()
-ready: LRU[Any] = LRU(512)  # ops.prepare's; here, so that clear_caches() reaches it
+ready: LRU[Any] = LRU(512)  # run.prepare's; here, so that clear_caches() reaches it
 
 
 def clear_caches() -> None:

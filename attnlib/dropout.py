@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from .arguments import check_dense, check_memory
 from .errors import ArgumentError, ArgumentTypeError
 
 _LOW = 0xFFFFFFFF
@@ -135,22 +138,27 @@ def keep_rectangle(
     return out[0] if isinstance(sequence, int) else out
 
 
-def check_seed(seed: Seed) -> None:
-    """Raise unless seed is an int in [-2^63, 2^63) or an int64 tensor of one element."""
+def check_seed(seed: Seed, device: torch.device) -> None:
+    """Raise unless seed is an int in [-2^63, 2^63) or an int64 tensor of one element that can be read on device."""
     if isinstance(seed, torch.Tensor):
+        check_dense("seed", seed)
         if seed.dtype != torch.int64:
             raise ArgumentTypeError(f"seed: needs an int64 tensor of one element, got dtype {seed.dtype}")
         if seed.numel() != 1:
             raise ArgumentError(f"seed: needs an int64 tensor of one element, got shape {tuple(seed.shape)}")
-    elif isinstance(seed, bool) or not isinstance(seed, int):
+        fake = isinstance(seed, FakeTensor) and not torch._C._len_torch_dispatch_stack()
+        if fake or (seed.is_meta and device.type != "meta"):
+            raise ArgumentError(f"seed: needs a tensor that has memory, got a {type(seed).__name__} without any")
+        check_memory([("seed", seed)])
+    elif isinstance(seed, bool) or not isinstance(seed, Integral):
         raise ArgumentTypeError(f"seed: needs an int or an int64 tensor of one element, got {type(seed).__name__}")
-    elif not -(1 << 63) <= seed < 1 << 63:
+    elif not -(1 << 63) <= int(seed) < 1 << 63:
         raise ArgumentError(f"seed: needs an int in [-2^63, 2^63), got {seed}")
 
 
 def check_probability(p: float, name: str = "p") -> None:
     """Raise unless p is a number in [0, 1]."""
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
+    if isinstance(p, bool) or not isinstance(p, Real):
         raise ArgumentTypeError(f"{name}: needs a float in [0, 1], got {type(p).__name__}")
     if math.isnan(p) or not 0.0 <= p <= 1.0:
         raise ArgumentError(f"{name}: needs a float in [0, 1], got {p}")
@@ -194,12 +202,18 @@ def dropout_mask(
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    check_seed(seed)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device: needs a torch device, got {device!r} ({error})") from None
+    check_seed(seed, device)
     check_probability(p)
     sizes = {"batch": batch, "num_heads_q": num_heads_q, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not isinstance(size, Integral):
             raise ArgumentTypeError(f"{name}: needs an int >= 0, got {type(size).__name__}")
         if size < 0:
             raise ArgumentError(f"{name}: needs an int >= 0, got {size}")
+    batch, num_heads_q, seqlen_q, seqlen_k = (int(size) for size in sizes.values())
+    seed = seed if isinstance(seed, torch.Tensor) else int(seed)
     return keep_rectangle(seed, threshold(p), range(batch), num_heads_q, (0, seqlen_q), (0, seqlen_k), device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 
 from . import dispatch, registry
 from .api import attention, attention_kvcache, attention_varlen
-from .arguments import check
+from .arguments import check, check_devices, check_memory
 from .backend import Target
-from .calls import autocast, blocks_of, head_dim_of, length_hint, scalars_of
+from .calls import autocast, blocks_of, check_cache, length_hint, scalars_of, seed_tensor
 from .dispatch import Decision
 from .errors import ArgumentTypeError
+from .lengths import check_values
 from .operands import Operands
-from .options import Options
+from .ops import outside_transforms
+from .options import check_flag
 from .problem import AttentionProblem, Feature
 
 
@@ -35,7 +38,8 @@ def explain(
         A Decision: str() prints it, .chosen names the backend or is None, .refusals holds the reasons.
 
     Raises:
-        ArgumentError, ArgumentTypeError: as the call itself would.
+        ArgumentError, ArgumentTypeError: as the call itself would, lengths that do not fit included; also for
+            keywords that no function takes together.
 
     Example:
         >>> print(attnlib.explain(q, k, v, causal=True, device="sm_90"))   # doctest: +SKIP
@@ -47,7 +51,10 @@ def explain(
             )
         problem, home = q, torch.device("cpu")
     else:
-        problem, home = _problem_of(q, k, v, arguments)
+        problem, operands = _problem_of(q, k, v, arguments)
+        if outside_transforms(operands[Operands._fields.index("q_lens") :]):  # plain lengths, with values to look at
+            check_values(operands, problem)
+        home = operands.q.device
     target = dispatch.parse_target(device if device is not None else home)
     decision = dispatch.select(problem, target, dispatch.requested(backend))
     return _with_details(dataclasses.replace(decision, problem=problem))
@@ -71,38 +78,65 @@ def problem_of(q: Any, k: Any, v: Any, **arguments: Any) -> AttentionProblem:
     return _problem_of(q, k, v, arguments)[0]
 
 
-def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[AttentionProblem, torch.device]:
-    functions: tuple[Any, ...] = (attention, attention_varlen, attention_kvcache)
-    known = {name for function in functions for name in function.__kwdefaults__}
-    known |= {"cu_seqlens_q", "cu_seqlens_k"}
+_FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
+    function.__name__: dict.fromkeys(extra) | (function.__kwdefaults__ or {})
+    for function, extra in (
+        (attention, ()),
+        (attention_varlen, ("cu_seqlens_q", "cu_seqlens_k")),
+        (attention_kvcache, ("kv_lens",)),
+    )
+}
+
+
+def _functions_for(arguments: Mapping[str, Any]) -> list[str]:
+    """The names of the functions that take these keywords. Raises ArgumentTypeError if there is none."""
+    defaults = {name: value for keywords in _FUNCTIONS.values() for name, value in keywords.items()}
     for name in arguments:
-        if name not in known:
+        if name not in defaults:
             raise ArgumentTypeError(f"explain: no attention function has an argument {name!r}")
+    given = {
+        name
+        for name, value in arguments.items()
+        if value is not None and not (isinstance(value, (bool, float, str)) and value in (defaults[name], False))
+    }
+    packed = not given.isdisjoint({"cu_seqlens_q", "cu_seqlens_k"})
+    found = [
+        function
+        for function, keywords in _FUNCTIONS.items()
+        if given <= keywords.keys() and (packed or function != "attention_varlen")
+    ]
+    if not found:
+        raise ArgumentTypeError(f"explain: no attention function takes {', '.join(sorted(given))} together")
+    return found
+
+
+def _problem_of(q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> tuple[AttentionProblem, Operands]:
+    cache = _functions_for(arguments) == ["attention_kvcache"]
     if not isinstance(q, torch.Tensor):
         from .adapters import arrays
 
-        q, k, v = (arrays.to_torch(array, name)[0] for name, array in zip("qkv", (q, k, v)))
+        q = arrays.to_torch(q)[0]
+        k, v = arrays.as_torch("k", k), arrays.as_torch("v", v)
         arguments = {name: arrays.as_torch(name, value) for name, value in arguments.items()}
     get = arguments.get
-    options = Options.of(
-        head_dim_of(q), get("causal", False), get("causal_alignment", "bottom_right"), get("window"), get("scale"),
-        get("softcap"), get("dropout_p", 0.0), get("deterministic"),
-    )  # fmt: skip
-    block_mask = get("block_mask")
+    check_flag("return_lse", get("return_lse", False))
+    block_mask, dropout_p, seed = get("block_mask"), get("dropout_p", 0.0), get("dropout_seed")
     operands = Operands(
         q, k, v, get("bias"), get("mask"), get("alibi_slopes"), get("sinks"), blocks_of(block_mask), get("q_lens"),
-        get("kv_lens"), get("cu_seqlens_q"), get("cu_seqlens_k"), get("page_table"), None, get("k_new"), get("v_new"),
-        get("new_lens"),
+        get("kv_lens"), get("cu_seqlens_q"), get("cu_seqlens_k"), get("page_table"),
+        None if seed is None else seed_tensor(q, dropout_p, seed), get("k_new"), get("v_new"), get("new_lens"),
     )  # fmt: skip
-    operands = autocast(operands, cache="new_lens" in arguments or operands.k_new is not None)
-    longest_q, longest_k = (
-        length_hint("max_seqlen_q", get("max_seqlen_q")),
-        length_hint("max_seqlen_k", get("max_seqlen_k")),
-    )
-    scalars = scalars_of(operands, options, block_mask, longest_q, longest_k)
-    if operands.k_new is not None:
-        scalars = scalars._replace(grads=0)
-    return check(operands, scalars), operands.q.device
+    check_devices(operands)
+    check_memory(zip(Operands._fields, operands))
+    if cache:
+        check_cache(operands)
+    operands = autocast(operands, cache)
+    scalars = scalars_of(
+        operands, get("causal", False), get("causal_alignment", "bottom_right"), get("window"), get("scale"),
+        get("softcap"), dropout_p, get("deterministic"), block_mask,
+        length_hint("max_seqlen_q", get("max_seqlen_q")), length_hint("max_seqlen_k", get("max_seqlen_k")),
+    )  # fmt: skip
+    return check(operands, scalars), operands
 
 
 @dataclass(frozen=True)

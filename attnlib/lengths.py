@@ -11,19 +11,17 @@ import torch
 
 from . import settings
 from .errors import ArgumentError
-from .operands import Operands
+from .operands import INTEGERS, Operands
 from .problem import AttentionProblem
-
-_VALUED = ("q_lens", "kv_lens", "new_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table")
 
 
 def check_values(operands: Operands, problem: AttentionProblem) -> None:
     """Lengths and tables: on CPU always, elsewhere under ATTNLIB_DEBUG=bounds (it costs a synchronisation)."""
-    if all(getattr(operands, name) is None for name in _VALUED):
+    if all(getattr(operands, name) is None for name in INTEGERS):
         return
     if operands.q.device.type != "cpu" and "bounds" not in settings.current().debug:
         return
-    values = {name: getattr(operands, name) for name in _VALUED}
+    values = {name: getattr(operands, name) for name in INTEGERS}
     table = values.pop("page_table")
     lists: dict[str, Any] = {name: None if tensor is None else tensor.tolist() for name, tensor in values.items()}
     if problem.packed:

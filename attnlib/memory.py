@@ -17,9 +17,17 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     return tensor
 
 
-def poison(*tensors: torch.Tensor) -> None:
+def allocate_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous uninitialised memory in the shape of tensor, with its dtype and device."""
+    tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    if settings.current().debug:
+        poison(tensor)
+    return tensor
+
+
+def poison(*tensors: torch.Tensor | None) -> None:
     """Fill with NaN under ATTNLIB_DEBUG=poison, so that what a kernel leaves unwritten shows."""
     if "poison" in settings.current().debug:
         for tensor in tensors:
-            if tensor.is_floating_point():
+            if tensor is not None and tensor.is_floating_point():
                 tensor.fill_(float("nan"))

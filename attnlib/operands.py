@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,26 @@ class Operands(NamedTuple):
     new_lens: torch.Tensor | None = None
 
 
+NUM_COMMON = Operands._fields.index("k_new")  # what every operator takes; the rest belongs to a growing cache
+INTEGERS = ("q_lens", "kv_lens", "new_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table")
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+differentiable = operator.attrgetter(*DIFFERENTIABLE)
+
+
+def grads_of(operands: Operands) -> int:
+    """Which of DIFFERENTIABLE need a gradient now, as Scalars.grads."""
+    if not torch.is_grad_enabled():
+        return 0
+    bias, sinks = operands.bias, operands.sinks
+    return (
+        operands.q.requires_grad
+        | operands.k.requires_grad << 1
+        | operands.v.requires_grad << 2
+        | (bias is not None and bias.requires_grad) << 3
+        | (sinks is not None and sinks.requires_grad) << 4
+    )
+
+
 class Scalars(NamedTuple):
     """The plain numbers of a call as the operators take them. max_seqlen_* are -1 where not given."""
 
@@ -42,6 +63,6 @@ class Scalars(NamedTuple):
     dropout_p: float
     block_q: int
     block_k: int
-    grads: int  # bit i: a gradient for q, k, v, bias, sinks
+    grads: int  # bit i: the i-th of DIFFERENTIABLE needs a gradient
     deterministic: bool
     tf32: bool

@@ -9,37 +9,43 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)  # fmt: skip
+from torch._C._autograd import _profiler_enabled
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.compiler import is_compiling
 
 from . import dispatch
-from .arguments import check_devices
+from .arguments import check_devices, check_memory
 from .errors import ArgumentError, UnsupportedError
-from .operands import Operands, Scalars
-from .run import run_backward, run_forward
+from .operands import DIFFERENTIABLE, NUM_COMMON, Operands, Scalars, differentiable, grads_of
+from .run import Prepared, prepare, run_backward, run_forward
 
-_COMMON = (
-    "Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? block_mask, Tensor? q_lens, "
-    "Tensor? kv_lens, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? page_table, Tensor? dropout_seed, "
+_TYPES = {bool: "bool", float: "float", int: "SymInt"}
+_COMMON = ", ".join(f"Tensor? {name}" for name in Operands._fields[3:NUM_COMMON])
+_SCALARS = ", ".join(
+    f"{'int' if name == 'grads' else _TYPES[kind]} {name}" for name, kind in get_type_hints(Scalars).items()
 )
-_SCALARS = (
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt left, SymInt right, bool top_left, float scale, float softcap, "
-    "float dropout_p, SymInt block_q, SymInt block_k, int grads, bool deterministic, bool tf32, str backend"
-)
-_NUM_OPERANDS = 14  # q, k, v and _COMMON
+_ARGUMENTS = f"{_COMMON}, {_SCALARS}, str backend"
 
 library = torch.library.Library("attnlib", "DEF")
-library.define(f"forward(Tensor q, Tensor k, Tensor v, {_COMMON}{_SCALARS}) -> (Tensor out, Tensor lse, Tensor stats)")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor stats)")
 library.define(
     f"backward(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor stats, Tensor q, Tensor k, Tensor v, "
-    f"{_COMMON}{_SCALARS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    f"{_ARGUMENTS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 library.define(
     f"append_forward(Tensor k_new, Tensor v_new, Tensor? new_lens, Tensor q, Tensor(a!) k, Tensor(b!) v, "
-    f"{_COMMON}{_SCALARS}) -> (Tensor out, Tensor lse)"
+    f"{_ARGUMENTS}) -> (Tensor out, Tensor lse)"
 )
 
 
@@ -47,16 +53,24 @@ library.define(
 
 
 def split(args: Sequence[Any]) -> tuple[Operands, Scalars, str]:
-    return Operands(*args[:_NUM_OPERANDS]), Scalars(*args[_NUM_OPERANDS:-1]), args[-1]
+    return Operands(*args[:NUM_COMMON]), Scalars(*args[NUM_COMMON:-1]), args[-1]
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    out, lse, stats, _ = run_forward(*split(args))
+    operands, scalars, spec = split(args)
+    out, lse, stats = run_forward(_prepared(operands, scalars, spec), operands)
     return out, lse, _present(stats, lse)
 
 
+def _prepared(operands: Operands, scalars: Scalars, spec: str) -> Prepared:
+    check_memory(zip(Operands._fields, operands))
+    return prepare(operands, scalars, dispatch.resolved(spec))
+
+
 def _backward(dout: Any, dlse: Any, out: Any, lse: Any, stats: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(_present(grad, out) for grad in run_backward(dout, dlse, out, lse, stats, *split(args)))
+    operands, scalars, spec = split(args)
+    grads = run_backward(_prepared(operands, scalars, spec), operands, dout, dlse, out, lse, stats)
+    return tuple(_present(grad, out) for grad in grads)
 
 
 def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -66,8 +80,8 @@ def _present(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 def _append_forward(k_new: Any, v_new: Any, new_lens: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     operands, scalars, spec = split(args)
-    out, lse, _, _ = run_forward(operands._replace(k_new=k_new, v_new=v_new, new_lens=new_lens), scalars, spec)
-    return out, lse
+    operands = operands._replace(k_new=k_new, v_new=v_new, new_lens=new_lens)
+    return run_forward(_prepared(operands, scalars, spec), operands)[:2]
 
 
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,10 +105,9 @@ def _append_forward_fake(k_new: Any, v_new: Any, new_lens: Any, *args: Any) -> t
 
 def _backward_fake(dout: Any, dlse: Any, out: Any, lse: Any, stats: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     operands, scalars, _ = split(args)
-    sources = (operands.q, operands.k, operands.v, operands.bias, operands.sinks)
     return tuple(
         out.new_empty(0) if tensor is None or not scalars.grads >> bit & 1 else tensor.new_empty(tensor.shape)
-        for bit, tensor in enumerate(sources)
+        for bit, tensor in enumerate(differentiable(operands))
     )
 
 
@@ -113,24 +126,16 @@ append_forward_op = torch.ops.attnlib.append_forward.default
 
 # --- autograd -------------------------------------------------------------------------------------------------------
 
-_GRADS_AT = _NUM_OPERANDS + Scalars._fields.index("grads")
-
-
-def _needed(args: Sequence[Any]) -> int:
-    """Which of q, k, v, bias, sinks need a gradient at this level of autograd, as Scalars.grads."""
-    if not torch.is_grad_enabled():
-        return 0
-    sources = (args[0], args[1], args[2], args[3], args[6])
-    return sum(1 << bit for bit, tensor in enumerate(sources) if tensor is not None and tensor.requires_grad)
+_GRADS_AT = NUM_COMMON + Scalars._fields.index("grads")
 
 
 def _has_tangents() -> bool:
-    return torch.autograd.forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """function.apply at one level of autograd, which under torch.func is what a kernel of the Autograd key works on."""
-    if not torch._C._are_functorch_transforms_active():
+    if not _are_functorch_transforms_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
@@ -139,7 +144,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 @contextlib.contextmanager
 def _below() -> Iterator[None]:
     """Below this level of autograd. Under torch.func, levels further out still record: a Function switches that off."""
-    if not torch._C._are_functorch_transforms_active():
+    if not _are_functorch_transforms_active():
         with torch._C._AutoDispatchBelowAutograd():
             yield
         return
@@ -149,7 +154,7 @@ def _below() -> Iterator[None]:
 
 def _forward_autograd(*args: Any) -> Any:
     """forward at the autograd level: what needs a gradient is asked here, since transforms hide it further up."""
-    needed = _needed(args)
+    needed = grads_of(Operands(*args[:NUM_COMMON]))  # at this level of autograd
     if needed:
         return _apply(Attention, *args[:_GRADS_AT], needed, *args[_GRADS_AT + 1 :])
     if _has_tangents():
@@ -170,7 +175,7 @@ def _append_forward_autograd(*args: Any) -> Any:
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ArgumentError("attention_kvcache has no backward: needs operands without requires_grad=True")
-    if _has_tangents() and any(torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if _has_tangents() and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise UnsupportedError("attention_kvcache has no forward-mode derivative, got an operand with a tangent")
     with torch._C._AutoDispatchBelowAutograd():
         result = append_forward_op(*args)
@@ -186,6 +191,11 @@ for _name, _kernel in (
     library.impl(_name, _kernel, "Autograd")
 
 
+def _wanted(grads: Sequence[torch.Tensor], scalars: Scalars) -> tuple[torch.Tensor | None, ...]:
+    """What backward_op found, with None for what was not asked for."""
+    return tuple(grad if scalars.grads >> bit & 1 else None for bit, grad in enumerate(grads))
+
+
 class Attention(torch.autograd.Function):
     """forward_op with its gradient. Inputs are forward_op's arguments; outputs are out, lse and stats."""
 
@@ -196,8 +206,8 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *output)
-        ctx.numbers = inputs[_NUM_OPERANDS:]
+        ctx.save_for_backward(*inputs[:NUM_COMMON], *output)
+        ctx.numbers = inputs[NUM_COMMON:]
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)
 
@@ -205,9 +215,10 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
         *operands, out, lse, stats = ctx.saved_tensors
         found = backward_op(dout, dlse, out, lse, stats, *operands, *ctx.numbers)
-        grads = Scalars(*ctx.numbers[:-1]).grads
-        dq, dk, dv, dbias, dsinks = [grad if grads >> bit & 1 else None for bit, grad in enumerate(found)]
-        return (dq, dk, dv, dbias, None, None, dsinks) + (None,) * (_NUM_OPERANDS - 7 + len(ctx.numbers))
+        grads: list[Any] = [None] * (len(operands) + len(ctx.numbers))
+        for name, grad in zip(DIFFERENTIABLE, _wanted(found, Scalars(*ctx.numbers[:-1]))):
+            grads[Operands._fields.index(name)] = grad
+        return tuple(grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -236,28 +247,35 @@ class AttentionBackward(torch.autograd.Function):
 
 
 class PlainAttention(torch.autograd.Function):
-    """Attention for plain tensors outside every transform: the same, without the way through torch's dispatcher."""
+    """Attention for plain tensors outside every transform: the same, without the way through torch's dispatcher.
+
+    Inputs are differentiable(operands) and what run_forward takes. lse is an output only where it is asked for, as
+    every output costs.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, operands: Operands, scalars: Scalars, spec: str
-    ) -> Any:
-        out, lse, stats, name = run_forward(operands, scalars, spec)
-        ctx.save_for_backward(*operands[:_NUM_OPERANDS], out, lse, stats)
-        ctx.numbers = (scalars, dispatch.pinned(spec, name))
+        ctx: Any, q: Any, k: Any, v: Any, bias: Any, sinks: Any, prepared: Prepared, operands: Operands,
+        scalars: Scalars, with_lse: bool,
+    ) -> Any:  # fmt: skip
+        out, lse, stats = run_forward(prepared, operands)
+        ctx.save_for_backward(out, lse, stats, *operands[: 3 if prepared.as_is else NUM_COMMON])
+        ctx.numbers = (scalars, prepared.pinned)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if with_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
-        *operands, out, lse, stats = ctx.saved_tensors
-        scalars, spec = ctx.numbers
-        if outside_transforms((*operands, dout, dlse)) and not torch.is_grad_enabled():
-            grads = run_backward(dout, dlse, out, lse, stats, Operands(*operands), scalars, spec)
-        else:
-            found = backward_op(dout, dlse, out, lse, _present(stats, lse), *operands, *scalars, spec)
-            grads = tuple(grad if scalars.grads >> bit & 1 else None for bit, grad in enumerate(found))
-        return (*grads, None, None, None)
+    def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+        out, lse, stats, *saved = ctx.saved_tensors
+        operands, (scalars, spec) = Operands(*saved), ctx.numbers
+        given = (dout, dlse, out, lse, stats)
+        if is_unwatched((*given, *saved)) and _in_memory(given) and not torch.is_grad_enabled():
+            prepared = prepare(operands, scalars, spec)
+            if prepared.in_memory:
+                return (*run_backward(prepared, operands, *given), None, None, None, None)
+        given = (dout, dlse, out, lse, _present(stats, lse))
+        grads = backward_op(*given, *operands[:NUM_COMMON], *scalars, spec)
+        return (*_wanted(grads, scalars), None, None, None, None)
 
 
 # Function.apply inspects the signature of forward at every call, which costs more than the kernel of a small problem.
@@ -267,37 +285,39 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 def _in_memory(operands: Sequence[Any]) -> bool:
-    """Whether addresses hold the values: no negative view and no symbolic zero, which the dispatcher resolves."""
+    """Whether addresses hold the values: no negative view, no symbolic zero, nothing freed."""
     for tensor in operands:  # noqa: SIM110  a generator costs twice as much
-        if tensor is not None and (tensor.is_neg() or tensor._is_zerotensor()):
+        if tensor is not None and (tensor.is_neg() or not tensor.data_ptr()):
             return False
     return True
 
 
-def outside_transforms(operands: Sequence[Any]) -> bool:
+def is_unwatched(operands: Sequence[Any]) -> bool:
     """Whether nothing watches this call: no compiler, transform, dispatch mode, tracer, profiler or subclass."""
-    return (
-        not (
-            torch.compiler.is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._len_torch_dispatch_stack()
-            or torch._C._len_torch_function_stack()
-            or torch._C._get_tracing_state() is not None
-            or torch.autograd._profiler_enabled()
-            or _has_tangents()
-        )
-        and PLAIN.issuperset(map(type, operands))
-        and _in_memory(operands)
-    )
+    return not (
+        is_compiling()
+        or _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
+        or _has_tangents()
+    ) and PLAIN.issuperset(map(type, operands))
 
 
-def call(operands: Operands, scalars: Scalars, spec: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse of one call, with autograd where something needs a gradient."""
-    if outside_transforms(operands) and operands.q.device.type != "meta":
-        if scalars.grads:
-            return _plain_apply(
-                operands.q, operands.k, operands.v, operands.bias, operands.sinks, operands, scalars, spec
-            )
-        return run_forward(operands, scalars, spec)[:2]
+def outside_transforms(operands: Sequence[Any]) -> bool:
+    """Whether nothing watches this call, and the addresses of its operands hold their values."""
+    return is_unwatched(operands) and _in_memory(operands)
+
+
+def call(operands: Operands, scalars: Scalars, spec: str, with_lse: bool) -> tuple[Any, Any]:
+    """out and lse of one call, with autograd where something needs a gradient; lse may be None if not with_lse."""
+    if is_unwatched(operands) and not operands.q.is_meta:
+        prepared = prepare(operands, scalars, spec)
+        if prepared.in_memory:
+            if not scalars.grads:
+                return run_forward(prepared, operands)[:2]
+            result = _plain_apply(*differentiable(operands), prepared, operands, scalars, with_lse)
+            return result if with_lse else (result, None)
     check_devices(operands)  # the dispatcher would answer for an operand on another device
-    return forward_op(*operands[:_NUM_OPERANDS], *scalars, spec)[:2]
+    return forward_op(*operands[:NUM_COMMON], *scalars, spec)[:2]

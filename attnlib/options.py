@@ -1,11 +1,11 @@
-"""The arguments of a call that are no tensors, checked and normalised."""
+"""Checks of the arguments that are no tensors; each gives back the number that the operators take."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,60 +14,13 @@ from .errors import ArgumentError, ArgumentTypeError
 UNBOUNDED = -1
 
 
-class Options(NamedTuple):
-    """The plain numbers of a call, in the form the operators take them. Window ends: -1 is unbounded."""
-
-    left: int
-    right: int
-    top_left: bool
-    scale: float
-    softcap: float  # 0: none
-    dropout_p: float
-    deterministic: bool
-
-    @staticmethod
-    def of(
-        head_dim: int,
-        causal: bool,
-        causal_alignment: str,
-        window: Sequence[int | None] | None,
-        scale: float | None,
-        softcap: float | None,
-        dropout_p: float = 0.0,
-        deterministic: bool | None = None,
-    ) -> Options:
-        """Check and normalise. Raises ArgumentError or ArgumentTypeError naming the argument."""
-        if not isinstance(causal, bool):
-            raise ArgumentTypeError(f"causal: needs True or False, got {causal!r}")
-        if causal_alignment not in ("bottom_right", "top_left"):
-            raise ArgumentError(f"causal_alignment: needs 'bottom_right' or 'top_left', got {causal_alignment!r}")
-        left, right = _window(window)
-        if causal:
-            right = 0
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        elif not isinstance(deterministic, bool):
-            raise ArgumentTypeError(f"deterministic: needs True, False or None, got {deterministic!r}")
-        return Options(
-            left,
-            right,
-            causal_alignment == "top_left",
-            _default_scale(head_dim) if scale is None else _number("scale", scale),
-            0.0 if softcap is None else _positive("softcap", softcap),
-            _probability(dropout_p),
-            deterministic,
-        )
+def check_flag(name: str, value: Any) -> None:
+    """Raises ArgumentTypeError for anything but True and False: 1 and numpy.bool_ may be another argument's value."""
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name}: needs True or False, got {value!r}")
 
 
-def _default_scale(head_dim: int) -> float:
-    if head_dim == 0:
-        raise ArgumentError("q: needs head_dim of at least 1, got 0")
-    return head_dim**-0.5
-
-
-def _window(window: Sequence[int | None] | None) -> tuple[int, int]:
-    if window is None:
-        return UNBOUNDED, UNBOUNDED
+def check_window(window: Sequence[int | None]) -> tuple[int, int]:
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ArgumentTypeError(f"window: needs a pair (left, right) of ints >= 0 or None, got {window!r}")
     ends: list[Any] = []
@@ -83,7 +36,7 @@ def _window(window: Sequence[int | None] | None) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _number(name: str, value: Any) -> Any:
+def check_number(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real, torch.SymFloat, torch.SymInt)):
         raise ArgumentTypeError(f"{name}: needs a number, got {value!r} of type {type(value).__name__}")
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
@@ -97,17 +50,20 @@ def _number(name: str, value: Any) -> Any:
     return number
 
 
-def _positive(name: str, value: Any) -> float:
-    number = _number(name, value)
+def check_positive(name: str, value: Any) -> float:
+    number = check_number(name, value)
     if not number > 0:
         raise ArgumentError(f"{name}: needs a finite number above 0, or None, got {value!r}")
     return number
 
 
-def _probability(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
-        raise ArgumentTypeError(f"dropout_p: needs a number from 0 to 1, got {value!r} of type {type(value).__name__}")
-    number = float(value)
-    if not 0.0 <= number <= 1.0:
+def check_probability(value: Any) -> float:
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+            raise ArgumentTypeError(
+                f"dropout_p: needs a number from 0 to 1, got {value!r} of type {type(value).__name__}"
+            )
+        value = float(value)
+    if not 0.0 <= value <= 1.0:
         raise ArgumentError(f"dropout_p: needs a number from 0 to 1, got {value!r}")
-    return number
+    return value

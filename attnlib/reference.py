@@ -317,9 +317,9 @@ class ReferencePlan:
             operand = collapsed(operand, target) if name == "bias" else operand
             leaves[name] = operand.double().requires_grad_()
         inputs: dict[str, Any] = dict(leaves)
-        if "bias" in leaves and tensors.bias is not None:
-            inputs["bias"] = leaves["bias"].expand(tensors.bias.shape)
         with _autograd_on():
+            if "bias" in leaves and tensors.bias is not None:
+                inputs["bias"] = leaves["bias"].expand(tensors.bias.shape)
             out, lse, _, _ = _forward(problem, replace(tensors, **inputs))
             grads_of = [(out, tensors.dout), (lse, tensors.dlse)]
             wanted = [(result, grad.detach().double()) for result, grad in grads_of if grad is not None]

@@ -5,55 +5,106 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from . import dispatch, registry, settings, settle
-from .arguments import bind, check, check_growing
+from .arguments import bind, bind_dout, check, check_growing, is_canonical
 from .backend import Plan
-from .memory import allocate, poison
+from .memory import allocate_like, poison
 from .operands import Operands, Scalars
 from .problem import AttentionProblem, Tensors
 
+_NOTHING = frozenset({None})
 
-def prepare(operands: Operands, scalars: Scalars, spec: str) -> tuple[AttentionProblem, Plan | None, str]:
-    """Check the call and find its plan; the second call of the same shapes is one dictionary look-up.
 
-    The plan is None where there is nothing for a kernel to do: no query, no key or no head.
-    """
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+class Prepared(NamedTuple):
+    """All that shapes, strides, dtypes, devices and numbers decide of a call, found when such a call comes first."""
+
+    problem: AttentionProblem
+    plan: Plan
+    name: str  # of the backend and family
+    pinned: str  # the spec that names them, for backward
+    device: torch.device
+    gpu: int | None  # to be made the current one
+    in_memory: bool  # no negative view, and nothing without an address: a symbolic zero, or what was freed
+    as_is: bool  # q, k and v are canonical as they come, and there is no other operand
+    out: Layout
+    lse: Layout
+    lse_dtype: torch.dtype
+
+    def allocate(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse; empty_strided is the quickest of torch's ways."""
+        return (
+            torch.empty_strided(*self.out, dtype=self.problem.dtype, device=self.device),
+            torch.empty_strided(*self.lse, dtype=self.lse_dtype, device=self.device),
+        )
+
+
+def prepare(operands: Operands, scalars: Scalars, spec: str) -> Prepared:
+    """Check the call and find its plan; the second call of the same form is one dictionary look-up."""
     q, k, v = operands[:3]
-    k_new: Any = operands.k_new
-    v_new: Any = operands.v_new
+    extras = operands[3:]
+    alone = _NOTHING.issuperset(extras)
     key = (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-        q.device, k.device, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
-        *[None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in operands[3:]],
-        k_new if k_new is None else (k_new.stride(), v_new.stride(), (k_new.data_ptr() | v_new.data_ptr()) & 15),
-        scalars, spec, registry.generation,
+        *_form(q), *_form(k), *_form(v), None if alone else tuple(map(_form, extras)), scalars, spec,
+        registry.generation,
     )  # fmt: skip
     found = dispatch.ready.get(key)
     if found is None:
-        problem = check(operands, scalars)
-        if problem.head_dim_v == 0:  # an empty out, but an lse: run with values of zeros
-            problem = dataclasses.replace(problem, head_dim_v=problem.head_dim, aligned=False)
-        target = dispatch.target_of(q.device)
-        if 0 in (
-            problem.batch,
-            problem.num_heads_q,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.total_q,
-            problem.total_k,
-        ):
-            found = (problem, None, dispatch.choose(problem, target, spec).name)
-        else:
-            with _on(q.device):
-                name, plan = dispatch.plan_for(problem, target, spec)
-            found = (problem, plan, name)
+        found = _prepare(operands, scalars, spec)
         dispatch.ready.put(key, found)
     return found
+
+
+def _form(tensor: torch.Tensor | None) -> tuple[Hashable, ...]:
+    """All of a tensor but its values. Raises RuntimeError for one that is no dense block of memory."""
+    if tensor is None:
+        return ()
+    address = tensor.data_ptr()
+    return (
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address & 15 if address else None, tensor.is_neg(),
+    )  # fmt: skip
+
+
+def _prepare(operands: Operands, scalars: Scalars, spec: str) -> Prepared:
+    problem = check(operands, scalars)
+    if problem.head_dim_v == 0:  # an empty out, but an lse: run with values of zeros
+        problem = dataclasses.replace(problem, head_dim_v=problem.head_dim, aligned=False)
+    q, v = operands.q, operands.v
+    device = q.device
+    target = dispatch.target_of(device)
+    sizes = (
+        problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k,
+    )  # fmt: skip
+    plan: Plan
+    if 0 in sizes:
+        name, plan = dispatch.choose(problem, target, spec).name, settle
+    else:
+        with _on(device):
+            name, plan = dispatch.plan_for(problem, target, spec)
+    return Prepared(
+        problem,
+        plan,
+        name,
+        dispatch.pinned(spec, name),
+        device,
+        device.index if device.type == "cuda" else None,
+        all(t is None or (t.data_ptr() and not t.is_neg()) for t in operands),
+        v.shape[-1] == problem.head_dim_v and is_canonical(operands),
+        _contiguous((*q.shape[:-1], problem.head_dim_v)),
+        _contiguous(lse_shape(problem)),
+        problem.accumulate_dtype,
+    )
+
+
+def _contiguous(shape: tuple[int, ...]) -> Layout:
+    return shape, torch.empty(shape, device="meta").stride()
 
 
 @contextlib.contextmanager
@@ -69,45 +120,37 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _run(step: Callable[[AttentionProblem, Tensors], None], problem: AttentionProblem, tensors: Tensors) -> None:
+def _run(step: Callable[[AttentionProblem, Tensors], None], call: Prepared, tensors: Tensors) -> None:
     """Run one direction of a plan with its device current and autocast off."""
-    device = tensors.q.device
-    if torch.is_autocast_enabled(device.type) or (
-        device.type == "cuda" and device.index != torch.cuda.current_device()
-    ):
-        with _environment(device):
-            step(problem, tensors)
+    if torch._C._is_any_autocast_enabled() or (call.gpu is not None and call.gpu != torch.cuda.current_device()):
+        with _environment(tensors.q.device):
+            step(call.problem, tensors)
     else:
-        step(problem, tensors)
+        step(call.problem, tensors)
 
 
-def run_forward(
-    operands: Operands, scalars: Scalars, spec: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, str]:
-    """out, lse, stats (None where backward does not need them) and the full name of what ran."""
-    problem, plan, name = prepare(operands, scalars, spec)
-    if operands.k_new is not None:
-        operands = check_growing(operands)
-    tensors = bind(operands, problem)
-    q = tensors.q
-    if problem.head_dim_v == problem.head_dim:
-        tensors.out = torch.empty_like(q, memory_format=torch.contiguous_format)
+def run_forward(call: Prepared, operands: Operands) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """out, lse and stats (None where backward does not need them)."""
+    problem, debug = call.problem, settings.current()
+    if call.as_is:
+        tensors = Tensors(operands.q, operands.k, operands.v, *call.allocate())
     else:
-        tensors.out = q.new_empty((*q.shape[:-1], problem.head_dim_v))
-    tensors.lse = q.new_empty(lse_shape(problem), dtype=problem.accumulate_dtype)
-    if problem.needs_stats:
-        tensors.stats = q.new_empty((2, *lse_shape(problem)), dtype=problem.accumulate_dtype)
-    if settings.current().debug:
-        poison(tensors.out, tensors.lse, *(() if tensors.stats is None else (tensors.stats,)))
-    if plan is None:
-        settle.forward(problem, tensors)
-    else:
-        _run(plan.forward, problem, tensors)
+        if problem.append:
+            operands = check_growing(operands)
+        tensors = bind(operands, problem)
+        tensors.out, tensors.lse = call.allocate()
+        if problem.needs_stats:
+            tensors.stats = tensors.lse.new_empty((2, *tensors.lse.shape))
+    if debug.debug:
+        poison(tensors.out, tensors.lse, tensors.stats)
+    _run(call.plan.forward, call, tensors)
     if problem.append:
         _write_back(operands, tensors)
-    _after(problem, tensors, name)
-    out = tensors.out if operands.v.shape[-1] else tensors.out[..., :0].contiguous()
-    return out, tensors.lse, tensors.stats, name
+    if debug.debug or debug.shadow:
+        _after(call, tensors, debug.shadow)
+    if call.as_is or operands.v.shape[-1]:
+        return tensors.out, tensors.lse, tensors.stats
+    return tensors.out[..., :0].contiguous(), tensors.lse, tensors.stats
 
 
 def run_reference(operands: Operands, scalars: Scalars, spec: str) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -121,54 +164,53 @@ def run_reference(operands: Operands, scalars: Scalars, spec: str) -> tuple[torc
 
 
 def run_backward(
+    call: Prepared,
+    operands: Operands,
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
     stats: torch.Tensor | None,
-    operands: Operands,
-    scalars: Scalars,
-    spec: str,
 ) -> tuple[torch.Tensor | None, ...]:
     """dq, dk, dv, dbias, dsinks of one call; None where not asked for."""
-    problem, plan, name = prepare(operands, scalars, spec)
-    tensors = bind(operands, problem, dout=_dense_dout(dout, out, operands, problem))
-    device, wanted = out.device, problem.grads
-    tensors.out = out.contiguous() if operands.v.shape[-1] else torch.zeros_like(tensors.q)
-    tensors.lse = lse.contiguous()
-    tensors.stats = stats.contiguous() if problem.needs_stats and stats is not None else None
-    tensors.dlse = None if dlse is None else dlse.contiguous()
-    for grad in ("q", "k", "v"):
-        if grad in wanted:
-            operand = getattr(tensors, grad)
-            setattr(tensors, f"d{grad}", allocate(operand.shape, operand.dtype, device))
-    dbias = dsinks = None
-    if "bias" in wanted and operands.bias is not None:
-        dbias = torch.zeros(operands.bias.shape, dtype=problem.accumulate_dtype, device=device)
-        tensors.dbias = dbias.expand(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
-    if "sinks" in wanted and operands.sinks is not None:
-        dsinks = tensors.dsinks = torch.zeros(operands.sinks.shape, dtype=problem.accumulate_dtype, device=device)
-    if plan is None:
-        settle.backward(problem, tensors)
+    problem, debug = call.problem, settings.current()
+    if call.as_is:
+        tensors = Tensors(operands.q, operands.k, operands.v, out.contiguous(), lse.contiguous())
     else:
-        _run(plan.backward, problem, tensors)
-    _after(problem, None, name)
-    if dbias is not None and operands.bias is not None:
-        dbias = dbias.to(operands.bias.dtype)
-    if dsinks is not None and operands.sinks is not None:
-        dsinks = dsinks.to(operands.sinks.dtype)
+        tensors = bind(operands, problem)
+        tensors.out = out.contiguous() if operands.v.shape[-1] else torch.zeros_like(tensors.q)
+        tensors.lse = lse.contiguous()
+        tensors.stats = stats.contiguous() if problem.needs_stats and stats is not None else None
+    if dout is None or not out.shape[-1]:
+        dout = tensors.out.new_zeros(()).expand_as(tensors.out)
+    tensors.dout = bind_dout(dout, problem)
+    tensors.dlse = None if dlse is None else dlse.contiguous()
+    if "q" in problem.grads:
+        tensors.dq = allocate_like(tensors.q)
+    if "k" in problem.grads:
+        tensors.dk = allocate_like(tensors.k)
+    if "v" in problem.grads:
+        tensors.dv = allocate_like(tensors.v)
+    dbias = dsinks = None
+    if "bias" in problem.grads:
+        dbias = _zeros_like(operands.bias, problem)
+        tensors.dbias = dbias.expand(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)
+    if "sinks" in problem.grads:
+        dsinks = tensors.dsinks = _zeros_like(operands.sinks, problem)
+    _run(call.plan.backward, call, tensors)
+    if debug.debug:
+        _after(call, tensors)
     dv = tensors.dv
-    if dv is not None and not operands.v.shape[-1]:
+    if dv is not None and not out.shape[-1]:
         dv = dv[..., :0].contiguous()
-    return tensors.dq, tensors.dk, dv, dbias, dsinks
+    return (
+        tensors.dq, tensors.dk, dv, None if dbias is None else dbias.to(problem.bias),
+        None if dsinks is None else dsinks.to(problem.sinks),
+    )  # fmt: skip
 
 
-def _dense_dout(
-    dout: torch.Tensor | None, out: torch.Tensor, operands: Operands, problem: AttentionProblem
-) -> torch.Tensor:
-    if dout is None or not operands.v.shape[-1]:
-        return torch.zeros((), dtype=out.dtype, device=out.device).expand(*out.shape[:-1], problem.head_dim_v)
-    return dout
+def _zeros_like(operand: Any, problem: AttentionProblem) -> torch.Tensor:
+    return torch.zeros(operand.shape, dtype=problem.accumulate_dtype, device=operand.device)
 
 
 def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
@@ -187,13 +229,11 @@ def _write_back(operands: Operands, tensors: Tensors) -> None:
 _dice = random.Random()  # its own, so that shadow checks leave the user's generators alone
 
 
-def _after(problem: AttentionProblem, tensors: Tensors | None, name: str) -> None:
-    debug = settings.current()
-    if not debug.debug and not debug.shadow:
-        return
-    if "sync" in debug.debug and torch.cuda.is_initialized():
-        torch.cuda.synchronize(None if tensors is None or not tensors.q.is_cuda else tensors.q.device)
-    if tensors is not None and _dice.random() < debug.shadow:
+def _after(call: Prepared, tensors: Tensors, shadow: float = 0.0) -> None:
+    """What ATTNLIB_DEBUG asks for behind a run; shadow is the share of forward runs to check."""
+    if call.gpu is not None and "sync" in settings.current().debug:
+        torch.cuda.synchronize(call.gpu)
+    if _dice.random() < shadow:
         from .numerics import check_forward
 
-        check_forward(problem, tensors, name)
+        check_forward(call.problem, tensors, call.name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .errors import ArgumentError
-from .operands import Operands
+from .operands import NUM_COMMON, Operands
 from .ops import backward_op, forward_op, library, split
 
 
@@ -30,7 +30,7 @@ def _vmap(op: Callable[..., Any], first: int, info: Any, in_dims: tuple[Any, ...
     operands, scalars, _ = split(args[first:])
     dims = dict(zip(Operands._fields, in_dims[first:]))
     mixes = first and scalars.grads >> 3
-    others = any(dims.get(name) is not None for name in Operands._fields[3:14])
+    others = any(dims.get(name) is not None for name in Operands._fields[3:NUM_COMMON])
     if others or mixes or operands.cu_seqlens_q is not None or operands.page_table is not None or scalars.dropout_p > 0:
         return _vmap_slices(op, info.batch_size, in_dims, args)
     size = info.batch_size

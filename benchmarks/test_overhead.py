@@ -17,7 +17,7 @@ from attnlib import registry
 
 from . import overhead
 
-CALLS = ("dispatch, cached", "forward, no gradient", "forward, with gradient", "forward and backward")
+CALLS = tuple(overhead.BUDGETS)
 GPU_CALLS = ("forward", "forward, with gradient", "forward and backward", "decode")
 
 needs_gpu = pytest.mark.skipif(
@@ -40,7 +40,7 @@ def test_host_work(benchmark: Any, name: str) -> None:
     benchmark(call)
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "dispatch, cached"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("forward")])
 def test_host_work_of_torch(benchmark: Any, name: str) -> None:
     """torch's SDPA, its kernel on one query and one key included."""
     call = overhead.calls()[name][1]

@@ -2,7 +2,10 @@
 
     python ci/compile_matrix.py --tier ci     a covering set: any two configuration values, and each with each
                                               architecture; also fails if compile_matrix.json is stale
-    python ci/compile_matrix.py --tier all    everything that is shipped; writes compile_matrix.json (commit it)
+    python ci/compile_matrix.py --tier all    any two configuration values on each architecture, and all that most
+                                              models ask for; writes compile_matrix.json (commit it)
+
+A run that was stopped goes on where it was: what it compiled is in the kernel cache.
 
 A kernel fails when it doesn't compile, spills registers or draws a C75xx warning of ptxas, unless
 compile_exceptions.json says why that is worth it; more than it allows fails. A missing NVRTC fails.
@@ -13,20 +16,19 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
-import itertools
 import json
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from attnlib_cuda import jit, nvrtc
-from attnlib_cuda.compile import Result, compile_all, progress
-from attnlib_cuda.matrix import Matrix, covering, every, label
+from attnlib_cuda.compile import Job, Result, compile_all, progress
+from attnlib_cuda.matrix import Matrix, Rows, covering, label, thorough
 
 RECORD = Path(__file__).with_name("compile_matrix.json")
 EXCEPTIONS = Path(__file__).with_name("compile_exceptions.json")
@@ -78,17 +80,25 @@ def faults(name: str, result: Result, table: Sequence[Allowed]) -> list[str]:
     return found
 
 
-def shipped_digest(matrices: Sequence[Matrix]) -> str:
-    """SHA-256 over the compile keys of everything shipped: changes iff some kernel's code may."""
-    jobs = {(spec, row[0]) for matrix in matrices for row, spec in every(matrix)}
+def tiers(matrices: Sequence[Matrix], common: Sequence[Matrix] = ()) -> dict[str, list[Job]]:
+    """The kernels of each tier, each once; "all" has those of "ci" too."""
+
+    def jobs(choose: Callable[[Matrix], Rows], chosen: Sequence[Matrix]) -> list[Job]:
+        rows = [row for matrix in chosen for row in choose(matrix)]
+        return list(dict.fromkeys((spec, arch) for (arch, _), specs in rows for spec in specs))
+
+    return {"ci": jobs(covering, matrices), "all": jobs(thorough, [*matrices, *common])}
+
+
+def digest_of(jobs: Sequence[Job]) -> str:
+    """SHA-256 over the compile keys of jobs: changes iff some kernel's code may."""
     return hashlib.sha256("".join(sorted(jit.digest(*job) for job in jobs)).encode()).hexdigest()
 
 
 def stale(record: Path, digest: str, version: tuple[int, int]) -> str:
     """Why the committed record doesn't describe this tree; empty if it does."""
     if not record.exists():
-        print(f"{record.name}: tier all has not been recorded yet, its digest is not checked")
-        return ""
+        return f"{record.name} is missing: run ci/compile_matrix.py --tier all and commit it"
     held: Mapping[str, Any] = json.loads(record.read_text())
     if held["digest"] != digest:
         return f"{record.name} is stale: the kernels changed; run ci/compile_matrix.py --tier all and commit it"
@@ -101,6 +111,7 @@ def check(
     matrices: Sequence[Matrix],
     tier: str,
     *,
+    common: Sequence[Matrix] = (),
     workers: int | None = None,
     record: Path = RECORD,
     exceptions: Path = EXCEPTIONS,
@@ -108,16 +119,16 @@ def check(
 ) -> list[str]:
     """Compile a tier and say all that is wrong; tier "all" writes record when nothing is.
 
-    accept is a reason: what spills or warns now goes into exceptions with it, kernel by kernel.
+    common: what only tier "all" compiles. accept is a reason: what spills or warns now goes into exceptions with it,
+    kernel by kernel.
     """
     try:
         compiler = nvrtc.find()
     except nvrtc.NvrtcMissing as error:
         return [str(error)]
     table = read_exceptions(exceptions)
-    digest = shipped_digest(matrices)
-    rows = itertools.chain.from_iterable(covering(matrix) if tier == "ci" else every(matrix) for matrix in matrices)
-    jobs = list(dict.fromkeys((spec, row[0]) for row, spec in rows))  # many combinations are one kernel
+    known = tiers(matrices, common)
+    digest, jobs = digest_of(known["all"]), known[tier]
     if not jobs:
         return ["no kernel is declared"]
     results: dict[str, Result] = {}
@@ -127,7 +138,7 @@ def check(
             results[label(*jobs[place])] = result
             advance(f"{result.entry} {result.arch}")
     if accept:
-        table = accept_all(exceptions, table, results, accept)
+        table = accept_all(exceptions, table, results, accept, whole=tier == "all")
     found = [fault for name, result in sorted(results.items()) for fault in faults(name, result, table)]
     seconds = time.perf_counter() - started
     slowest = max(results.values(), key=lambda result: result.seconds)
@@ -141,10 +152,14 @@ def check(
     return found
 
 
-def accept_all(path: Path, table: list[Allowed], results: Mapping[str, Result], why: str) -> list[Allowed]:
-    """The table with a line for each kernel that spills or warns; lines for other kernels stay."""
+def accept_all(
+    path: Path, table: list[Allowed], results: Mapping[str, Result], why: str, *, whole: bool
+) -> list[Allowed]:
+    """The table with a line for each kernel that spills or warns; lines for other kernels stay if there may be any."""
     fresh = {name for name, result in results.items() if not result.error}
     kept = [line for line in table if line.match not in fresh]
+    if whole:
+        kept = [line for line in kept if fnmatch.filter(results, line.match)]
     for name in sorted(fresh):
         result = results[name]
         if result.spills or result.warnings:
@@ -176,9 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=None, help="processes; all cores by default")
     parser.add_argument("--accept", default="", metavar="WHY", help="put what spills or warns now into the exceptions")
     options = parser.parse_args(arguments)
-    from attnlib_cuda import config
+    from attnlib_cuda import shipped
 
-    found = check(config.matrices(), options.tier, workers=options.jobs, accept=options.accept)
+    found = check(
+        shipped.matrices(), options.tier, common=[shipped.common()], workers=options.jobs, accept=options.accept
+    )
     for fault in found:
         print(f"FAILED {fault}", file=sys.stderr)
     return 1 if found else 0

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,13 +112,23 @@ def show(steps: Sequence[Step]) -> None:
         print(f"{step.name:<12} {step.budget:>4} s  {shlex.join(step.command)}")
 
 
-def run_all(steps: Sequence[Step], patience: float = PATIENCE) -> list[Result]:
-    """Run the steps in order, each announced, and print the summary and what failed."""
+def run_all(
+    steps: Sequence[Step],
+    patience: float = PATIENCE,
+    ready: Callable[[Step], str] = lambda step: "",
+    ended: Callable[[Sequence[Result]], None] = lambda results: None,
+) -> list[Result]:
+    """Run the steps in order, each announced, and print the summary and what failed.
+
+    ready: why a step whose turn has come is left out; empty if it is not. ended: told the results after each step.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a step in progress is stopped too
     results = []
     for number, step in enumerate(steps, 1):
         print(f"\n=== [{number}/{len(steps)}] {step.name}, budget {step.budget} s", flush=True)
-        results.append(run(step, patience))
+        left_out = ready(step)
+        results.append(Result(step, "skipped", note=left_out) if left_out else run(step, patience))
+        ended(results)
         last = results[-1]
         print(f"=== {step.name}: {last.status}, {last.seconds:.1f} s {last.note}".rstrip(), flush=True)
     print(f"\n{summary(results)}")

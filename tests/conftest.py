@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_kernel import csrc, folder  # noqa: F401 (fixtures)
 
 from attnlib import dispatch, registry
 

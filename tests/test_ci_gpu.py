@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
 def gpu() -> ModuleType:
-    """ci/gpu as a module."""
-    loader = importlib.machinery.SourceFileLoader("ci_gpu", str(ROOT / "ci" / "gpu"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
+    return load("gpu")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -95,3 +88,47 @@ def test_result_names_machine_and_commit(gpu: ModuleType, tmp_path: Path) -> Non
     assert path.name == "gpu-cuda-sm_80.json"
     value = json.loads(path.read_text())
     assert value["commit"] and value["machine"]["cpu"] and value["conformance"] is None and value["steps"] == []
+
+
+def test_deadline_and_resume(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit is left; the same command again does what failed or was left, unless the commit is another."""
+    import steps
+
+    def appends(name: str, budget: int, status: int = 0) -> object:
+        code = f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r}); raise SystemExit({status})"
+        return steps.Step(name, budget, (sys.executable, "-c", code))
+
+    def ran(*arguments: str) -> tuple[int, str]:
+        (tmp_path / "ran").write_text("")
+        given = ["--backend", "cpu", "--folder", str(folder), "--output", str(tmp_path), *arguments]
+        return gpu.main(given), (tmp_path / "ran").read_text()
+
+    folder, commit = tmp_path / "folder", "c1"
+    monkeypatch.setattr(gpu, "commit_here", lambda: commit)
+    bad = 1
+    monkeypatch.setattr(gpu, "steps_for", lambda *_: [appends("a", 9), appends("b", 9, bad), appends("c", 50)])
+    assert ran("--deadline", "30", "--resume") == (1, "ab")
+    (folder / "conformance.jsonl").write_text("kept")
+    assert ran("--deadline", "30", "--resume") == (1, "b")
+    bad = 0
+    assert ran("--deadline", "60", "--resume") == (0, "bc")
+    assert ran("--deadline", "60", "--resume") == (0, "")
+    value = json.loads((tmp_path / "gpu-cpu.json").read_text())
+    assert [(step["name"], step["status"]) for step in value["steps"]] == [(x, "passed") for x in "abc"]
+    assert (folder / "conformance.jsonl").exists()
+    commit = "c2"
+    assert ran("--deadline", "60", "--resume") == (0, "abc")
+    assert not (folder / "conformance.jsonl").exists()
+    assert ran() == (0, "abc")
+
+
+def test_deadline_stops_a_step(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import steps
+
+    slow = steps.Step("slow", 1, (sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(gpu, "steps_for", lambda *_: [slow])
+    start = time.monotonic()
+    given = ["--backend", "cpu", "--folder", str(tmp_path), "--output", str(tmp_path), "--deadline", "2"]
+    assert gpu.main(given) == 1
+    assert time.monotonic() - start < 30
+    assert json.loads((tmp_path / "gpu-cpu.json").read_text())["steps"][0]["note"] == "stopped after 1 s"

@@ -213,11 +213,19 @@ def test_check_passes_its_options_on(
     def run_check(backend: str, **arguments: Any) -> dict[str, Any]:
         called.update(arguments, backend=backend)
         counts = {"passed": passed, "refused": 1, "failed": failed}
-        return {**counts, "backend": backend, "device": "cpu", "level": arguments["level"], "seconds": 1.0}
+        checks = [{"refusals": ["bias: needs one", "mask: needs one"]}, {"refusals": ["mask: needs one"]}]
+        return {
+            **counts,
+            "checks": checks,
+            "backend": backend,
+            "device": "cpu",
+            "level": arguments["level"],
+            "seconds": 1.0,
+        }
 
     monkeypatch.setattr("attnlib.conformance.run_check", run_check, raising=False)
     report = tmp_path / "new" / "out.json"
-    options = f"--backend reference --level full --shard 2/3 --report {report}".split()
+    options = f"--backend reference --level full --shard 2/3 --only mask --only dropout/ --report {report}".split()
     got, out, _ = run(capsys, "check", *options, *(["--json"] if as_json else []))
     assert got == status
     assert report.parent.is_dir()
@@ -225,6 +233,7 @@ def test_check_passes_its_options_on(
         "backend": "reference",
         "level": "full",
         "shard": (2, 3),
+        "only": ["mask", "dropout/"],
         "report": str(report),
         "device": None,
         "progress": not as_json,
@@ -233,6 +242,13 @@ def test_check_passes_its_options_on(
         assert json.loads(out)["failed"] == failed
     else:
         assert f"{passed} PASSED, 1 REFUSED, {failed} FAILED" in out
+        assert out.splitlines()[1:3] == ["  refused    2  mask: needs one", "  refused    1  bias: needs one"]
+
+
+def test_check_of_nothing_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, error = run(capsys, "check", "--backend", "reference", "--only", "no/such", "--only", "no/other")
+    assert status == 2
+    assert "--only: no check of level core has no/such or no/other in its name" in error
 
 
 @pytest.mark.parametrize("shard", ["0/3", "4/3", "1", "a/b", "1/0"])

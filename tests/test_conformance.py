@@ -115,9 +115,6 @@ def test_outputs_that_are_not_written_are_seen():
                 def backward(self, problem, tensors):
                     pass
 
-                def describe(self):
-                    return {}
-
             return Plan()
 
     report = run_check(Idle(), only=("forward/", "backward/"), shard=(1, 10))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cuda_jit import SPEC, csrc, folder  # noqa: F401 (fixtures)
+from tiny_kernel import SPEC, csrc, folder  # noqa: F401 (fixtures)
 
 from attnlib.errors import KernelError
 from attnlib_cuda import device, jit

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import attnlib
 from attnlib import dispatch, numerics
 from attnlib.conformance.cases import Case
+from attnlib.conformance.checks.seen_gpu import captured
 from attnlib.conformance.inputs import given
 from attnlib.conformance.recipes import make
 
@@ -119,34 +120,6 @@ def test_streams_do_not_share_scratch(seqlen_k: int) -> None:
         assert_same(got, want)
 
 
-def test_AB_070_graph_with_dropout() -> None:
-    """A replay draws a new mask, and its backward uses the forward's."""
-    q, k = (torch.zeros(2, 64, 2, 64, device="cuda", dtype=HALF, requires_grad=True) for _ in range(2))
-    unit = torch.eye(64, device="cuda", dtype=HALF)[None, :, None].expand(2, -1, 2, -1).contiguous()
-    v = unit.clone().requires_grad_()
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        out = attend(q, k, v, dropout_p=0.5)
-        return out, torch.autograd.grad(out, v, unit)[0]
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, dv = step()
-    masks = []
-    for _ in range(3):
-        graph.replay()
-        torch.cuda.synchronize()
-        masks.append(out > 0)
-        assert 0.4 < masks[-1].float().mean() < 0.6
-        assert torch.equal(dv.permute(0, 3, 2, 1) > 0, masks[-1])
-    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
-
-
 def test_graph_of_a_decode_step_follows_its_lengths() -> None:
     """A captured step with an append reads the lengths of the replay, not those of the capture."""
     cache_k, cache_v = (torch.zeros(3, 600, 2, 64, device="cuda", dtype=HALF) for _ in range(2))
@@ -160,14 +133,7 @@ def test_graph_of_a_decode_step_follows_its_lengths() -> None:
         kv_lens.add_(1)
         return out
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     start = torch.tensor([0, 300, 570], dtype=torch.int32, device="cuda")
     kv_lens.copy_(start)
     for turn in range(20):
@@ -178,6 +144,40 @@ def test_graph_of_a_decode_step_follows_its_lengths() -> None:
     assert torch.equal(kv_lens, start + 20)
     want = attnlib.attention_kvcache(q, cache_k, cache_v, kv_lens, causal=True, backend=NAME)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_gradients_of_pages(capture: bool) -> None:
+    """Two sequences that share their first page, and a page of nobody: equal to packed keys, also in a graph."""
+    k, v = (randn(6, 64, 2, 128, seed=s) for s in (1, 2))
+    table = torch.tensor([[3, 0, -1], [3, 5, 1]], dtype=torch.int32, device="cuda")
+    lens = (100, 190)
+    q, dout = randn(150, 4, 128), randn(150, 4, 128, seed=3)
+    q_ends, k_ends = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ((0, 50, 150), (0, 100, 290)))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def step(k: torch.Tensor, v: torch.Tensor, **more: Any) -> tuple[torch.Tensor, ...]:
+        out = attnlib.attention_varlen(
+            q, k, v, q_ends, k_ends, causal=True, deterministic=True, backend=NAME, max_seqlen_k=192, **more
+        )
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    order = table.clamp(min=0).long()
+    flat = [torch.cat([x[order[b]].flatten(0, 1)[: lens[b]] for b in range(2)]).detach() for x in (k, v)]
+    dq, *flat = step(*(x.requires_grad_() for x in flat))
+    if capture:
+        graph, got = captured(lambda: step(k, v, page_table=table))
+        graph.replay()
+    else:
+        got = step(k, v, page_table=table)
+    assert_same(got[:1], [dq])
+    for found, whole, leaf in zip(got[1:], flat, leaves[1:]):
+        want = torch.zeros(leaf.shape, device="cuda")
+        for part, pages in zip(whole.float().split(lens), ((3, 0), (3, 5, 1))):
+            for n, page in enumerate(pages):
+                piece = part[64 * n : 64 * n + 64]
+                want[page, : len(piece)] += piece
+        assert torch.equal(found, want.to(found.dtype))
 
 
 def test_threads() -> None:

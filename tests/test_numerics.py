@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reference import INF, NAN, Case, build, cases, normals, run, simple
+from reference_problems import INF, NAN, Case, build, cases, normals, run, simple
 
 from attnlib import _evaluate, numerics
 from attnlib.errors import KernelError

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -14,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from programs import load
 
 import attnlib
 
@@ -34,14 +33,7 @@ def project() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    """ci/check as a module."""
-    loader = importlib.machinery.SourceFileLoader("ci_check", str(ROOT / "ci" / "check"))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[loader.name] = module
-    loader.exec_module(module)
-    return module
+    return load("check")
 
 
 # --- pyproject.toml -------------------------------------------------------------------------------------------------

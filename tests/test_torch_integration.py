@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from toys import Opaque
+from toys import Opaque, Toy
 
 import attnlib
 from attnlib import dispatch, ops, registry, settings
@@ -77,6 +77,16 @@ def test_compile_keeps_use_backend():
             return attnlib.attention(q, k, v)
 
     assert torch.equal(function(*tensors), attend(*tensors))
+
+
+def test_compiled_graph_follows_the_environment(register):
+    toys = [register(Toy("toy_a")), register(Toy("toy_b"))]
+    torch._dynamo.reset()
+    compiled = torch.compile(attnlib.attention, fullgraph=True, backend="aot_eager")
+    for toy in toys:
+        with settings.override(backend=toy.name):
+            compiled(*inputs(grad=False))
+    assert [len(toy.plans) for toy in toys] == [1, 1]
 
 
 def test_compile_dropout_draws_its_seed_from_torch():
@@ -342,22 +352,14 @@ def test_reference_compiles_with_gradients():
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_config_and_choice_serve_the_backward_too():
-    from toys import Toy
-
-    toys = [Toy("toy_a"), Toy("toy_b")]
-    for toy in toys:
-        attnlib.register_backend(toy)
-    try:
-        q, k, v = inputs()
-        with dispatch.use_config({"block_q": 3}), settings.override(backend="toy_b"):
-            out = attnlib.attention(q, k, v)
-        out.sum().backward()
-        assert toys[0].plans == [] and toys[1].configs == [{"block_q": 3}]
-        assert toys[1].plans[0].tensors.dout is not None
-    finally:
-        for toy in toys:
-            registry.unregister_backend(toy.name)
+def test_config_and_choice_serve_the_backward_too(register):
+    toys = [register(Toy("toy_a")), register(Toy("toy_b"))]
+    q, k, v = inputs()
+    with dispatch.use_config({"block_q": 3}), settings.override(backend="toy_b"):
+        out = attnlib.attention(q, k, v)
+    out.sum().backward()
+    assert toys[0].plans == [] and toys[1].configs == [{"block_q": 3}]
+    assert toys[1].plans[0].tensors.dout is not None
 
 
 def test_cache_under_forward_ad_raises():

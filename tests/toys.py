@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ class Nothing:
 
     def backward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         self.problem, self.tensors = problem, tensors
-
-    def describe(self) -> Mapping[str, Any]:
-        return {}
 
 
 class Toy(BackendBase):

@@ -15,7 +15,7 @@ _CACHES = ("k_cache", "v_cache")
 
 def is_array(value: Any) -> bool:
     """Whether value is an array of another library, rather than a tensor, a number, a sequence or None."""
-    return hasattr(value, "__dlpack__") and not isinstance(value, (torch.Tensor, np.generic))
+    return hasattr(value, "__dlpack__") and not isinstance(value, (torch.Tensor, np.generic, type))
 
 
 def to_torch(value: Any, name: str = "q") -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -29,15 +29,21 @@ def to_torch(value: Any, name: str = "q") -> tuple[torch.Tensor, Callable[[torch
         raise ArgumentTypeError(f"{name}: needs a tensor or an array that speaks DLPack, got {type(value).__name__}")
     if isinstance(value, np.ndarray):
         return _from_numpy(value, name), lambda tensor: tensor.numpy()
-    return torch.from_dlpack(value), _back(value)
+    try:
+        return torch.from_dlpack(value), _back(value)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        kind = type(value).__name__
+        raise ArgumentTypeError(
+            f"{name}: needs an array that torch can read by DLPack, got {kind} ({error})"
+        ) from error
 
 
 def _from_numpy(array: np.ndarray, name: str) -> torch.Tensor:
     usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
     try:
         return torch.from_numpy(array if usable else array.copy())
-    except TypeError as error:
-        raise ArgumentTypeError(f"{name}: needs a dtype that torch knows, got {array.dtype}") from error
+    except (TypeError, ValueError) as error:  # ValueError: the other byte order
+        raise ArgumentTypeError(f"{name}: needs a dtype that torch knows, got {array.dtype.str}") from error
 
 
 def _back(value: Any) -> Callable[[torch.Tensor], Any]:

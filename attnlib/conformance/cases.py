@@ -279,6 +279,20 @@ def _recipes() -> list[Case]:
     found += [
         Case("jump-causal", recipe="jump", causal=True, seqlen_q=150, seqlen_k=150, dtypes=(F32,)),
         Case("ramp_up-gqa", recipe="ramp_up", num_heads_q=4, seqlen_q=80, seqlen_k=260, dtypes=(F32, BF16)),
+        *(  # many tiles of keys, whose largest scores a kernel meets late whichever end it starts from
+            Case(
+                f"{name}-many{'-causal' * causal}",
+                recipe=name,
+                seqlen_q=200,
+                seqlen_k=700,
+                head_dim=64,
+                causal=causal,
+                dtypes=(BF16, F16),
+                level="full",
+            )
+            for name in ("ramp_up", "ramp_down", "sink_tokens", "jump")
+            for causal in (False, True)
+        ),
         Case("bias_inf", recipe="bias_inf", bias="bhqk", bias_gradient=True),
         Case("bias_inf-keys", recipe="bias_inf", bias="b11k", dtypes=(F32,)),
         Case("bias_min", recipe="bias_min", bias="bhqk", bias_dtype=F32, dtypes=(F32, BF16)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import platform
@@ -200,6 +201,12 @@ def _versions(subject: Subject) -> dict[str, str]:
     return found
 
 
+def refusal_counts(report: Report) -> dict[str, int]:
+    """How many checks each reason refused, the most frequent first; a check may have several."""
+    counts = collections.Counter(reason for check in report["checks"] for reason in set(check["refusals"]))
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
 def to_markdown(report: Report) -> str:
     """The report for people: counts, failures with the figures that exceeded, refusals by reason, slowest checks."""
     lines = [
@@ -220,13 +227,9 @@ def to_markdown(report: Report) -> str:
             if beyond:
                 lines += ["", "| quantity | check | error | bound |", "|---|---|---|---|"]
                 lines += [f"| {m['quantity']} | {m['check']} | {m['error']:.3g} | {m['bound']:.3g} |" for m in beyond]
-    reasons: dict[str, int] = {}
-    for check in report["checks"]:
-        for reason in set(check["refusals"]):
-            reasons[reason] = reasons.get(reason, 0) + 1
-    if reasons:
+    if reasons := refusal_counts(report):
         lines += ["", "## Refused", "", "| reason | checks |", "|---|---|"]
-        lines += [f"| {reason} | {count} |" for reason, count in sorted(reasons.items(), key=lambda r: (-r[1], r[0]))]
+        lines += [f"| {reason} | {count} |" for reason, count in reasons.items()]
     slowest = sorted(report["checks"], key=lambda check: -check["seconds"])[:10]
     lines += ["", "## Slowest", "", "| check | seconds |", "|---|---|"]
     lines += [f"| {check['name']} | {check['seconds']:.2f} |" for check in slowest]

@@ -16,6 +16,7 @@ from attnlib.backend import BackendBase, Capabilities, Family, Plan, Refusal, Re
 from attnlib.errors import UnsupportedError
 from attnlib.problem import AttentionProblem, Feature, Tensors
 
+BLOCK_Q = 64
 CAPABILITIES = Capabilities(
     device_kinds=frozenset({"cpu"}),
     dtypes=frozenset({torch.float32, torch.bfloat16}),
@@ -34,7 +35,7 @@ class Template(BackendBase):
         self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None
     ) -> Plan:
         config = dict(config or {})
-        block = config.pop("block_q", 64)
+        block = config.pop("block_q", BLOCK_Q)
         if config or not isinstance(block, int) or block < 1:
             refusal = Refusal(
                 RefusalCode.CONFIG, "config", "block_q of at least 1 alone", repr({**config, "block_q": block})
@@ -42,15 +43,15 @@ class Template(BackendBase):
             raise UnsupportedError(f"template: {refusal}", {"template": (refusal,)})
         return TemplatePlan(block)
 
+    def describe(self, problem: AttentionProblem, family: str, target: Target) -> Mapping[str, Any]:
+        return {"kernel": "one block of queries at a time, torch", "block_q": BLOCK_Q}
+
 
 class TemplatePlan:
     """What runs. It may rely on all that attnlib.problem.Tensors promises, and writes all of its outputs."""
 
     def __init__(self, block_q: int) -> None:
         self.block_q = block_q
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"kernel": "one block of queries at a time, torch", "block_q": self.block_q}
 
     def forward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         left, right = problem.window

@@ -74,9 +74,6 @@ class TiledPlan:
     block_k: int = 64
     fault: str | None = None
 
-    def describe(self) -> Mapping[str, Any]:
-        return {"block_q": self.block_q, "block_k": self.block_k, "fault": self.fault}
-
     def forward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         run = Run(problem, tensors, self.fault)
         if problem.append:

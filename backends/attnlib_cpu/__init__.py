@@ -110,7 +110,14 @@ class CpuBackend(BackendBase):
             reasons = "; ".join(map(str, refusals))
             raise UnsupportedError(f"cpu:{family}: {reasons}", {f"cpu:{family}": refusals})
         number = faults.index(fault) if fault else 0
-        return CpuPlan(module, family, _INDEX[family], blocks["block_q"], blocks["block_k"], number)
+        return CpuPlan(module, _INDEX[family], blocks["block_q"], blocks["block_k"], number)
+
+    def describe(self, problem: AttentionProblem, family: str, target: Target) -> Mapping[str, Any]:
+        """Kernels, tiles, threads and workspace of each direction, as this machine would choose them."""
+        from .plan import describe
+
+        module = _module("_cpu")
+        return {} if isinstance(module, ImportError) else describe(module, _INDEX[family], problem)
 
 
 backend = CpuBackend()

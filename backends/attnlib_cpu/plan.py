@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -24,12 +23,64 @@ def _address(x: torch.Tensor | None) -> tuple[int, ...] | None:
     return None if x is None else (x.data_ptr(), *x.stride())
 
 
+def describe(module: ModuleType, family: int, problem: AttentionProblem) -> dict[str, Any]:
+    """What the kernels say of themselves, for sequences of full length: of forward, and under "backward" of that.
+
+    kernel: the instruction set and the arithmetic; panels: what the copies of the tiles of q, k and v hold; block_q,
+    block_k: rows and keys of a tile; heads_together: query heads of one group that share a copy of k and v; threads:
+    how many at most; split: what they divide among them; workspace_bytes: of each thread.
+    """
+
+    def direction(backward: bool, split: str) -> dict[str, Any]:
+        found = module.describe(backward, family, torch.get_num_threads(), _scalars(problem, (0, 0, 0)))
+        return found | {"panels": found["kernel"].split()[-1], "split": split}
+
+    found = direction(False, "sequences, heads, blocks of queries; never the keys of a row")
+    if problem.grads:
+        found["backward"] = direction(True, "sequences, key/value heads, blocks of keys; dq is summed in their order")
+    return found
+
+
+def _scalars(
+    problem: AttentionProblem, config: tuple[int, int, int], num_pages: int = 0, max_pages: int = 0, new_tokens: int = 0
+) -> tuple[Any, ...]:
+    """The order of parse_problem in csrc/cpu/bind.cpp."""
+    left, right = problem.window
+    return (
+        _DTYPES[problem.dtype],
+        _DTYPES[problem.bias],
+        _DTYPES[problem.sinks],
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.num_heads_q,
+        problem.num_heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.total_q,
+        problem.total_k,
+        problem.scale,
+        problem.softcap or 0.0,
+        problem.packed,
+        problem.page_size is not None,
+        problem.top_left,
+        -1 if left is None else left,
+        -1 if right is None else right,
+        *(problem.block_mask or (0, 0)),
+        problem.dropout_threshold,
+        num_pages,
+        problem.page_size or 0,
+        max_pages,
+        new_tokens,
+        *config,
+    )
+
+
 class CpuPlan:
     """Runs one family with fixed block sizes (0: chosen by shape)."""
 
-    def __init__(self, module: ModuleType, name: str, family: int, block_q: int, block_k: int, fault: int) -> None:
+    def __init__(self, module: ModuleType, family: int, block_q: int, block_k: int, fault: int) -> None:
         self._module = module
-        self._name = name
         self._family = family
         self._config = (block_q, block_k, fault)
 
@@ -46,45 +97,8 @@ class CpuPlan:
         self._module.backward(self._family, torch.get_num_threads(), self._scalars(problem, tensors), operands)
 
     def _scalars(self, problem: AttentionProblem, tensors: Tensors) -> tuple[Any, ...]:
-        """The order of parse_problem in csrc/cpu/bind.cpp."""
-        left, right = problem.window
-        k, table = tensors.k, tensors.page_table
-        return (
-            _DTYPES[problem.dtype],
-            _DTYPES[problem.bias],
-            _DTYPES[problem.sinks],
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.num_heads_q,
-            problem.num_heads_kv,
-            problem.head_dim,
-            problem.head_dim_v,
-            tensors.q.shape[0] if problem.packed else problem.total_q,
-            k.shape[0] if problem.packed else problem.total_k,
-            problem.scale,
-            problem.softcap or 0.0,
-            problem.packed,
-            table is not None,
-            problem.top_left,
-            -1 if left is None else left,
-            -1 if right is None else right,
-            *(problem.block_mask or (0, 0)),
-            problem.dropout_threshold,
-            k.shape[0] if table is not None else 0,
-            k.shape[1] if table is not None else 0,
-            table.shape[1] if table is not None else 0,
-            tensors.k_new.shape[1] if tensors.k_new is not None else 0,
-            *self._config,
-        )
-
-    def describe(self) -> Mapping[str, Any]:
-        """Kernel family, block sizes (by shape unless configured) and threads."""
-        block_q, block_k, _ = self._config
-        return {
-            "kernel": f"csrc/cpu, {self._name}",
-            "block_q": block_q or "by shape",
-            "block_k": block_k or "by shape",
-            "threads": torch.get_num_threads(),
-            "bfloat16 dot products": self._family == 2 and bool(self._module.supported_families() & 8),
-        }
+        table, fresh = tensors.page_table, tensors.k_new
+        if table is None and fresh is None:
+            return _scalars(problem, self._config)
+        pages = (0, 0) if table is None else (tensors.k.shape[0], table.shape[1])
+        return _scalars(problem, self._config, *pages, 0 if fresh is None else fresh.shape[1])

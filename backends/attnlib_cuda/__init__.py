@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ _SM80 = Capabilities(
     archs=("sm_80+",),
     max_head_dim=256,
 )
+_SM90 = replace(_SM80, archs=("sm_90",))
 _SM75 = Capabilities(
     device_kinds=frozenset({"cuda"}), dtypes=frozenset({torch.float16}), archs=("sm_75",), max_head_dim=256
 )
@@ -43,6 +45,7 @@ class CudaBackend(BackendBase):
 
     def __init__(self, fault: str = "") -> None:
         families = (
+            Family("sm_90", _SM90, "wgmma kernels for Hopper; what they do not cover runs on those of sm_80"),
             Family("sm_80", _SM80, "mma.sync kernels for Ampere and later"),
             Family("sm_75", _SM75, "mma.sync kernels for Turing, not tested on a device"),
         )
@@ -64,6 +67,7 @@ class CudaBackend(BackendBase):
             "leak_past_kv_len": "visible/lengths",
             "dv_scale": "backward/plain",
             "scale": "forward/plain",
+            "no_recompute": "forward/ramp_down",
         }
         return {name: Fault(name.replace("_", " "), (check,)) for name, check in killers.items()}
 
@@ -81,8 +85,6 @@ class CudaBackend(BackendBase):
         largest = max(problem.head_dim, problem.head_dim_v)
         if family == "sm_75" and problem.grads and largest > 128:
             refuse("backward", "head_dim at most 128 on sm_75", str(largest))
-        if problem.grads and problem.page_size is not None:
-            refuse("backward", "keys and values that are not paged", "page_table")
         found += _room(problem, target)
         return tuple(found)
 
@@ -95,17 +97,17 @@ class CudaBackend(BackendBase):
     def plan(
         self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None
     ) -> Plan:
-        from .plan import Sm80Plan
+        from .plan import CudaPlan
 
         try:
-            return Sm80Plan(problem, target, config, self._fault)
+            return CudaPlan(problem, target, config, self._fault, family == "sm_90")
         except (TypeError, ValueError) as error:
             raise UnsupportedError(f"cuda:{family}: config: {error}") from error
 
     def describe(self, problem: AttentionProblem, family: str, target: Target) -> Mapping[str, Any]:
-        from .plan import Sm80Plan
+        from .plan import CudaPlan
 
-        return Sm80Plan(problem, target).describe()
+        return CudaPlan(problem, target, hopper=family == "sm_90").describe()
 
 
 backend = CudaBackend()

@@ -2,13 +2,12 @@
 
 `forward`, `backward` and the small kernels' configurations are frozen dataclasses whose fields become `struct Config`
 of csrc/cuda. Lengths, batch, head counts and scalars are never compile-time. `kernels` lists every kernel that a plan
-may launch, `matrices` every shipped configuration (for `attnlib compile` and ci/compile_matrix).
+may launch, for `attnlib compile` and ci/compile_matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +17,11 @@ import torch
 from attnlib.problem import AttentionProblem
 
 from . import device, params
-from .matrix import Matrix
 from .spec import KernelSpec
 
 FAULTS = (
     "", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "skip_delta",
-    "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale",
+    "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale", "no_recompute",
 )  # fmt: skip
 
 
@@ -75,6 +73,8 @@ class ForwardConfig(Features):
     q_in_registers: bool
     draw_first: bool
 
+    entry = "forward_sm80"
+
     @property
     def block_q(self) -> int:
         return 16 * self.m_tiles * (self.warps // self.warps_n)
@@ -85,6 +85,46 @@ class ForwardConfig(Features):
         keys = self.stages * self.block_k * (d + dv) * size
         exchange = (self.block_q * self.block_k * size + 8 * self.block_q + 4 * self.warps) if self.warps_n > 1 else 0
         return self.block_q * max(d, dv) * size + keys + (2048 if self.block_mask else 0) + exchange + 48
+
+
+@dataclass(frozen=True)
+class WarpgroupConfig(Features):
+    """Tile shape and schedule of the wgmma forward; see csrc/cuda/forward_sm90.cuh.
+
+    warpgroups: those that compute, 64 rows each. columns_v: width of O's product. dynamic: tiles go to whoever asks
+    first. unroll: places in the rings are known at compile time. maximum: no tile does without.
+    """
+
+    sink_element: torch.dtype
+    has_sinks: bool
+    warpgroups: int
+    block_k: int
+    stages: int
+    q_buffers: int
+    q_in_registers: bool
+    unroll: bool
+    dynamic: bool
+    maximum: bool
+    columns_v: int
+    pack: bool = False
+    warps_n: int = 1
+
+    entry = "forward_sm90"
+
+    @property
+    def warps(self) -> int:
+        return 4 * (self.warpgroups + 1)
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def shared_bytes(self) -> int:
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        rows = self.q_buffers * self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
+        barriers = 16 * self.q_buffers + 32 * self.stages
+        return rows * 128 + -(-barriers // 16) * 16 + 48 * self.q_buffers
 
 
 @dataclass(frozen=True)
@@ -106,6 +146,8 @@ class BackwardConfig(Features):
     o_stages: int
     pack: bool = False
 
+    entry = "backward_sm80"
+
     @property
     def block_k(self) -> int:
         return 16 * self.m_tiles * self.warps_k
@@ -115,8 +157,12 @@ class BackwardConfig(Features):
         return self.warps_k * self.warps_q
 
     @property
+    def dq_columns(self) -> int:
+        return padded(self.head_dim)
+
+    @property
     def natural(self) -> bool:
-        return self.has_bias or self.alibi
+        return self.has_bias or self.alibi or (self.element == torch.float32 and not self.tf32)
 
     @property
     def shared_bytes(self) -> int:
@@ -126,6 +172,50 @@ class BackwardConfig(Features):
         scores = self.block_k * self.block_q * size * (3 if self.warps_q > 1 else 2)
         keys, warps = self.block_k * (d + dv) * size, (512 * self.dq_stage + 8) * self.warps
         return keys + self.stages * stage + gradients + scores + warps + 64
+
+
+@dataclass(frozen=True)
+class WarpgroupBackwardConfig(Features):
+    """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh.
+
+    split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. early_dv: dV is
+    issued before dS is computed. drain: dK ends before the next tile begins.
+    """
+
+    deterministic: bool
+    split: bool
+    block_q: int
+    block_k: int
+    stages: int
+    o_stages: int
+    columns: int
+    columns_v: int
+    early_dv: bool
+    drain: bool
+    pack: bool = False
+
+    entry = "backward_sm90"
+    warps = 8  # that compute
+    natural = False
+
+    def _panels(self, dim: int) -> int:
+        return -(-dim // 128) * 2 if self.split else -(-dim // 64)
+
+    @property
+    def dq_warps(self) -> int:
+        return 4 * (self.block_q // 64)
+
+    @property
+    def dq_columns(self) -> int:
+        return 64 * self._panels(self.head_dim)
+
+    @property
+    def shared_bytes(self) -> int:
+        panels, panels_v = self._panels(self.head_dim), self._panels(self.head_dim_v)
+        rows = self.block_k * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v)
+        scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
+        barriers = 8 + 16 * (self.stages + self.o_stages) + 24
+        return rows * 128 + scores + 8 * self.block_q * self.stages + 4 * 48 + barriers
 
 
 @dataclass(frozen=True)
@@ -145,6 +235,7 @@ class RowsConfig:
     block_q: int
     dq_warps: int
     main_warps: int
+    dq_columns: int
     dq_floats: int
 
 
@@ -290,6 +381,74 @@ def forward(
     raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
 
 
+WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
+_WarpgroupShape = tuple[
+    int, int, int, int, bool, bool
+]  # warpgroups, block_k, stages, q_buffers, q_in_registers, unroll
+
+
+def _warpgroup_shape(problem: AttentionProblem) -> _WarpgroupShape:
+    """From the sweep of docs/kernels/sm90_forward.md."""
+    d, full = problem.head_dim, problem.window == (None, None)
+    capped = problem.softcap is not None  # takes registers, as a left edge does
+    if d <= 64:
+        return (2, 96, 2, 2, False, False) if capped else (3, 128, 3 if full else 2, 2, False, False)
+    if d <= 128:
+        wide = not capped and problem.window.left is None
+        return (2, 128, 2, 2, True, False) if wide else (3, 80, 2, 2, False, not capped)
+    if d <= 192:
+        return 2, 128 if problem.head_dim_v <= 128 else 96, 2, 1, False, False
+    return 2, 64, 2, 1, False, False
+
+
+def warpgroup(
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
+) -> WarpgroupConfig | None:
+    """The wgmma forward's configuration; None where that kernel does not cover the problem."""
+    if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
+        return None
+    lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
+    if lookups or problem.dropout_threshold > 0 or problem.page_size is not None or problem.append:
+        return None
+    if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
+        return None
+    names = ("warpgroups", "block_k", "stages", "q_buffers", "q_in_registers", "unroll")
+    common = features(problem, fault) | {
+        "sink_element": problem.sinks or torch.float32,
+        "has_sinks": problem.sinks is not None,
+        "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
+        "maximum": False,
+        "columns_v": next(width for width in WGMMA_WIDTHS if problem.head_dim_v <= width),
+    }
+    return WarpgroupConfig(**(common | dict(zip(names, _warpgroup_shape(problem), strict=True)) | dict(shape or {})))
+
+
+def warpgroup_backward(
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
+) -> WarpgroupBackwardConfig | None:
+    """The wgmma backward's configuration; None where that kernel does not cover the problem."""
+    if warpgroup(problem, target) is None or problem.softcap is not None:
+        return None
+    split = problem.head_dim > 128
+
+    def width(dim: int) -> int:
+        return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
+
+    common = features(problem, fault) | {
+        "deterministic": problem.deterministic,
+        "split": split,
+        "block_q": 128 if problem.head_dim <= 64 else 64,
+        "block_k": 64 if split else 128,
+        "stages": 2,
+        "o_stages": 2,
+        "columns": width(problem.head_dim),
+        "columns_v": width(problem.head_dim_v),
+        "early_dv": 64 < problem.head_dim <= 112,
+        "drain": problem.head_dim <= 64,
+    }
+    return WarpgroupBackwardConfig(**(common | dict(shape or {})))
+
+
 def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
     """Rows of the grid in which warps share dQ: near-square parts, in pairs of n8 tiles; 0 if there is none."""
     for count in (2, 4, 1, 8):
@@ -341,6 +500,7 @@ def backward(
 ) -> tuple[BackwardConfig, int]:
     """As forward, for the backward."""
     common = features(problem, fault) | {
+        "paged": False,  # see pages.py
         "bias_gradient": "bias" in problem.grads and not problem.deterministic,
         "deterministic": problem.deterministic,
         "dq_first": True,
@@ -375,18 +535,21 @@ def backward(
     raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
 
 
-def rows_config(problem: AttentionProblem, config: BackwardConfig | None = None) -> RowsConfig:
+def rows_config(
+    problem: AttentionProblem, config: BackwardConfig | WarpgroupBackwardConfig | None = None
+) -> RowsConfig:
     """For the small kernels; those of the backward follow its tiles."""
-    base = features(problem)
+    base = features(problem) | ({"paged": False} if config else {})
     return RowsConfig(
         **{f.name: base[f.name] for f in dataclasses.fields(RowsConfig) if f.name in base},
         sink_element=problem.sinks or torch.float32,
         has_sinks=problem.sinks is not None,
-        natural=problem.bias is not None or problem.alibi,
+        natural=config is not None and config.natural,
         block_q=config.block_q if config else 64,
         dq_warps=config.dq_warps if config else 1,
         main_warps=config.warps if config else 1,
-        dq_floats=config.block_q * padded(problem.head_dim) if config else 64,
+        dq_columns=config.dq_columns if config else 32,
+        dq_floats=config.block_q * config.dq_columns if config else 64,
     )
 
 
@@ -404,6 +567,20 @@ def backward_kernel(config: BackwardConfig, blocks: int) -> KernelSpec:
     return KernelSpec(
         "backward_sm80.cuh", "backward_sm80", config, threads=32 * config.warps, min_blocks=blocks,
         params="attnlib::BackwardParams", params_size=params.BACKWARD.size,
+    )  # fmt: skip
+
+
+def warpgroup_kernel(config: WarpgroupConfig) -> KernelSpec:
+    return KernelSpec(
+        "forward_sm90.cuh", "forward_sm90", config, threads=128 * (config.warpgroups + 1),
+        params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
+    )  # fmt: skip
+
+
+def warpgroup_backward_kernel(config: WarpgroupBackwardConfig) -> KernelSpec:
+    return KernelSpec(
+        "backward_sm90.cuh", "backward_sm90", config, threads=384, params="attnlib::BackwardMapsParams",
+        params_size=params.BACKWARD_MAPS_SIZE,
     )  # fmt: skip
 
 
@@ -432,76 +609,31 @@ def bias_gradient_kernel(config: BackwardConfig) -> KernelSpec:
     )  # fmt: skip
 
 
-def kernels(problem: AttentionProblem, arch: str) -> Sequence[KernelSpec]:
-    """Every kernel that a plan for problem may launch on arch."""
+def kernels(problem: AttentionProblem, arch: str, hopper: bool = True) -> Sequence[KernelSpec]:
+    """Every kernel that a plan for problem may launch on arch; without those of Hopper if hopper is false."""
     target = device.for_arch(arch)
+    wide = warpgroup(problem, target) if hopper else None
     config, blocks = forward(problem, target)
-    found = [forward_kernel(config, blocks)]
-    if not problem.needs_stats:
-        found.append(forward_kernel(replace(config, split=True), blocks))
-        found.append(small_kernel("combine", rows_config(problem)))
+    if wide is not None:
+        found = [warpgroup_kernel(wide)]
+    else:
+        found = [forward_kernel(config, blocks)]
+        if not problem.needs_stats:
+            found.append(forward_kernel(replace(config, split=True), blocks))
+            found.append(small_kernel("combine", rows_config(problem)))
     if problem.append:
         found.append(small_kernel("append", rows_config(problem)))
     if problem.grads:
-        main, blocks = backward(problem, target)
+        main: BackwardConfig | WarpgroupBackwardConfig | None = warpgroup_backward(problem, target) if hopper else None
+        if isinstance(main, WarpgroupBackwardConfig):
+            found.append(warpgroup_backward_kernel(main))
+        else:
+            main, blocks = backward(problem, target)
+            found.append(backward_kernel(main, blocks))
+            if "bias" in problem.grads and problem.deterministic:
+                found.append(bias_gradient_kernel(main))
         extra = rows_config(problem, main)
-        found += [backward_kernel(main, blocks), small_kernel("delta", extra), small_kernel("query_gradient", extra)]
+        found += [small_kernel("delta", extra), small_kernel("query_gradient", extra)]
         if "sinks" in problem.grads:
             found.append(small_kernel("sink_gradient", extra))
-        if "bias" in problem.grads and problem.deterministic:
-            found.append(bias_gradient_kernel(main))
     return found
-
-
-def _problem(values: Mapping[str, Any]) -> AttentionProblem:
-    feature, queries = values["feature"], values["queries"]
-    extras: dict[str, dict[str, Any]] = {
-        "plain": {}, "causal": {"window": (None, 0)}, "window": {"window": (64, 64)}, "softcap": {"softcap": 30.0},
-        "bias": {"bias": torch.float32}, "mask": {"mask": True}, "alibi": {"alibi": True, "window": (None, 0)},
-        "sinks": {"sinks": torch.float32}, "block_mask": {"block_mask": (64, 64)},
-        "dropout": {"dropout_p": 0.125, "window": (None, 0)}, "lengths": {"lengths": True},
-        "packed": {"packed": True, "window": (None, 0)}, "paged": {"lengths": True, "page_size": 16},
-        "unaligned": {"aligned": False}, "tf32": {"tf32": True},
-    }  # fmt: skip
-    extra = extras[feature]
-    grads: tuple[str, ...] = () if feature == "paged" or queries < 128 else ("q", "k", "v")
-    if grads and feature == "bias":
-        grads += ("bias",)
-    if grads and feature == "sinks":
-        grads += ("sinks",)
-    return AttentionProblem(
-        dtype=values["dtype"], batch=2, seqlen_q=queries, seqlen_k=1024, num_heads_q=4, num_heads_kv=2,
-        head_dim=values["head_dim"], head_dim_v=values["head_dim_v"] or values["head_dim"], scale=0.125,
-        grads=grads, deterministic=values["deterministic"] and bool(grads), **extra,
-    )  # fmt: skip
-
-
-def _build(which: int, arch: str, values: Mapping[str, Any]) -> KernelSpec | None:
-    if arch == "sm_75" and values["dtype"] != torch.float16:
-        return None
-    if values["feature"] == "tf32" and values["dtype"] != torch.float32:
-        return None
-    problem = _problem(values)
-    if arch == "sm_75" and problem.grads and max(problem.head_dim, problem.head_dim_v) > 128:
-        return None
-    try:
-        found = kernels(problem, arch)
-    except ValueError:  # too large for that architecture's shared memory, which the backend refuses
-        return None
-    return found[which] if which < len(found) else None
-
-
-def matrices() -> Sequence[Matrix]:
-    """Every shipped configuration: each kernel of each problem of these axes."""
-    axes: dict[str, tuple[Any, ...]] = {
-        "dtype": (torch.float16, torch.bfloat16, torch.float32),
-        "head_dim": (64, 80, 128, 192, 256),
-        "head_dim_v": (0, 128),
-        "queries": (8, 64, 1024),
-        "feature": (
-            "plain", "causal", "window", "softcap", "bias", "mask", "alibi", "sinks", "block_mask", "dropout",
-            "lengths", "packed", "paged", "unaligned", "tf32",
-        ),
-        "deterministic": (False, True),
-    }  # fmt: skip
-    return [Matrix(f"kernel {which}", axes, functools.partial(_build, which)) for which in range(7)]

@@ -29,10 +29,9 @@ KernelSpec.function and KernelSpec.params name others. Dtypes render as attnlib:
 double. `#include "x"` is looked up beside the including file, then in csrc/cuda, then in csrc/common; system headers
 do not exist. The digest covers the rendered text, the headers it reaches, the options and the architecture.
 
-What a backend's config.py offers to `attnlib compile` and ci/compile_matrix (see compile.py and matrix.py):
+What config.py offers to `attnlib compile` (compile.py) and to ci/compile_matrix (shipped.py):
 
     kernels(problem: AttentionProblem, arch: str) -> Sequence[KernelSpec]   every kernel a plan for it may launch
-    matrices() -> Sequence[matrix.Matrix]                                   every shipped configuration, as axes
 """
 
 from __future__ import annotations

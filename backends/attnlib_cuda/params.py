@@ -7,7 +7,7 @@ without padding. csrc/cuda/params.cuh asserts the size of each.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -46,6 +46,10 @@ class ParamsLayout:
             raise KeyError(f"{self.name} has no {sorted(unknown)}")
         return {**self._defaults, **values}
 
+    def known(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of values that are members."""
+        return {name: values[name] for name in self.names if name in values}
+
     def filled(self, full: dict[str, Any]) -> bytes:
         """The struct from all its members in order."""
         return self.format.pack(*full.values())
@@ -70,6 +74,7 @@ FORWARD = ParamsLayout(
     "p:q,k,v,out,lse,stats,sinks,partial_out,partial_lse "
     "q:q_b,q_i,q_h,k_b,k_j,k_h,v_b,v_j,v_h,stats_l,sinks_h" + SEQUENCES + SIZES + "i:tiles,section,splits",
 )
+FORWARD_MAPS_SIZE, BACKWARD_MAPS_SIZE = 1024, 1088  # of ForwardMapsParams and BackwardMapsParams: see with_maps
 COMBINE = ParamsLayout(
     "CombineParams",
     "p:out,lse,stats,sinks,partial_out,partial_lse,q_lens,cu_q q:stats_l,sinks_h "
@@ -113,6 +118,11 @@ BIAS_GRADIENT = ParamsLayout(
     + "i:tiles,size_b,size_h,size_i,size_j",
 )
 ALL = (FORWARD, COMBINE, APPEND, BACKWARD, DELTA, QUERY_GRADIENT, SINK_GRADIENT, BIAS_GRADIENT)
+
+
+def with_maps(maps: Sequence[bytes], members: bytes, size: int) -> bytes:
+    """A struct that starts with tensor maps of 128 bytes and is a multiple of 64 bytes long."""
+    return b"".join((*maps, members)).ljust(size, b"\0")
 
 
 def declaration(layout: ParamsLayout) -> str:

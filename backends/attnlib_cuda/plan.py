@@ -1,7 +1,8 @@
-"""The plan of the sm_80 and sm_75 kernels: workspaces, parameter structs and launches on torch's current stream."""
+"""The plan of all kernels: workspaces, parameter structs and launches on torch's current stream."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,9 @@ from attnlib.memory import allocate
 from attnlib.problem import AttentionProblem, Tensors
 
 from . import config, device, jit, params
+from .pages import PackedPages
 from .spec import KernelSpec
+from .warpgroup import MappedStep, Step
 
 _UNBOUNDED = 1 << 29
 
@@ -22,74 +25,119 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _strides(prefix: str, tensor: torch.Tensor, packed: bool, names: str) -> dict[str, int]:
-    """Strides as struct members: names is "bih" or "bjh"; a packed operand has no batch stride."""
-    strides = (0, *tensor.stride()) if packed else tensor.stride()
-    return {f"{prefix}_{name}": stride for name, stride in zip(names, strides, strict=False)}
+def _put(values: dict[str, Any], tensor: torch.Tensor, names: tuple[str, ...], packed: bool = False) -> None:
+    """Address and strides as struct members: names is ("q", "q_b", "q_i", "q_h"); packed has no batch stride."""
+    values[names[0]] = tensor.data_ptr()
+    values.update(zip(names[2:] if packed else names[1:], tensor.stride(), strict=False))
+
+
+def _members(name: str, places: str) -> tuple[str, ...]:
+    return (name, *(f"{name}_{place}" for place in places))
+
+
+_Q, _K, _V = _members("q", "bih"), _members("k", "bjh"), _members("v", "bjh")
+_OUT, _DLSE = _members("out", "bih"), _members("dlse", "bhi")
+_DOUT, _DQ = ("dout", "do_b", "do_i", "do_h"), _members("dq", "bih")
+_K_NEW, _V_NEW = ("k_new", "kn_b", "kn_t", "kn_h"), ("v_new", "vn_b", "vn_t", "vn_h")
+_DK, _DV, _DBIAS = _members("dk", "bjh"), _members("dv", "bjh"), _members("dbias", "bhij")
+_BLOCKS = ("block_mask", "block_b", "block_h", "block_i", "block_j")
+_SCORES = (
+    ("bias", _members("bias", "bhij")), ("mask", _members("mask", "bhij")), ("block_mask", _BLOCKS),
+    ("alibi_slopes", _members("alibi", "bh")),
+)  # fmt: skip
+_ADDRESSES = (
+    ("q_lens", "q_lens"), ("kv_lens", "kv_lens"), ("new_lens", "new_lens"), ("cu_seqlens_q", "cu_q"),
+    ("cu_seqlens_k", "cu_k"), ("page_table", "page_table"), ("dropout_seed", "seed"),
+)  # fmt: skip
+
+
+def _stream(index: int) -> int:
+    return int(
+        torch._C._cuda_getCurrentRawStream(index)
+    )  # what torch.cuda.current_stream wraps, in a tenth of the time
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """A forward prepared for one problem: the struct without its addresses and strides, and the launch."""
+class _Forward:
+    """A forward prepared for one problem."""
 
     problem: AttentionProblem
-    values: dict[str, Any]
-    grid: tuple[int, int, int]
+    main: Step
+    combine: Step | None
     splits: int
-    spec: KernelSpec
-    shared: int
     extras: bool  # operands beside q, k and v
 
 
-class Sm80Plan:
+@dataclass(frozen=True)
+class _Backward:
+    """A backward prepared for one problem; sizes of the workspaces are in elements."""
+
+    problem: AttentionProblem
+    delta: Step
+    main: Step
+    dq: Step
+    dbias: Step | None
+    dsinks: Step | None
+    rows: int
+    dq_sum: int
+    order: int
+
+
+class CudaPlan:
     """One signature and size class on one device."""
 
     def __init__(
-        self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = ""
-    ) -> None:
+        self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = "",
+        hopper: bool = False,
+    ) -> None:  # fmt: skip
         self._index = target.index or 0
         self._info = device.info(self._index) if target.present else device.for_arch(target.arch)
         wanted = dict(shape or {})
         fault = wanted.pop("fault", fault)
-        inner = {name: dict(wanted.pop(name, {})) for name in ("forward", "backward")}
+        names = ("forward", "backward", "warpgroup", "warpgroup_backward")
+        inner = {name: dict(wanted.pop(name, {})) for name in names}
         self._splits = wanted.pop("num_splits", None)
-        self._ready: _Ready | None = None
+        self._forward_steps: _Forward | None = None
+        self._backward_steps: _Backward | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
+        self._warpgroup = config.warpgroup(problem, self._info, fault, inner["warpgroup"]) if hopper else None
         self._rows = config.rows_config(problem)
-        self._backward = None
+        self._backward: config.BackwardConfig | config.WarpgroupBackwardConfig | None = None
         if problem.grads:
-            self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
+            self._backward_blocks = 1
+            if hopper:
+                self._backward = config.warpgroup_backward(problem, self._info, fault, inner["warpgroup_backward"])
+            if self._backward is None:
+                self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
             self._backward_rows = config.rows_config(problem, self._backward)
 
     def describe(self) -> Mapping[str, Any]:
+        c = self._warpgroup or self._forward
         found: dict[str, Any] = {
-            "kernel": "forward_sm80", "block_q": self._forward.block_q, "block_k": self._forward.block_k,
-            "warps": self._forward.warps, "num_stages": self._forward.stages,
-            "shared_bytes": self._forward.shared_bytes,
+            "kernel": c.entry, "block_q": c.block_q, "block_k": c.block_k, "warps": c.warps, "num_stages": c.stages,
+            "shared_bytes": c.shared_bytes,
         }  # fmt: skip
-        if self._backward is not None:
+        if (b := self._backward) is not None:
             found["backward"] = {
-                "kernel": "backward_sm80", "block_q": self._backward.block_q, "block_k": self._backward.block_k,
-                "warps": self._backward.warps, "shared_bytes": self._backward.shared_bytes,
+                "kernel": b.entry, "block_q": b.block_q, "block_k": b.block_k, "warps": b.warps,
+                "shared_bytes": b.shared_bytes,
             }  # fmt: skip
         return found
 
     # ------------------------------------------------------------ launching
 
-    def _launch(
-        self, spec: KernelSpec, layout: params.ParamsLayout, values: Mapping[str, Any], grid: tuple[int, int, int],
-        shared: int, problem: AttentionProblem,
-    ) -> None:  # fmt: skip
-        stream = torch.cuda.current_stream(self._index).cuda_stream
-        jit.load(spec, self._index, problem).launch(grid, stream, layout.pack(values), shared, problem=problem)
-
-    def _common(self, problem: AttentionProblem, t: Tensors) -> dict[str, Any]:
-        return self._sizes(problem) | self._optional(problem, t)
+    def _step(
+        self, problem: AttentionProblem, spec: KernelSpec, layout: params.ParamsLayout, values: Mapping[str, Any],
+        grid: tuple[int, int, int], shared: int = 0,
+    ) -> Step:  # fmt: skip
+        return Step(jit.load(spec, self._index, problem), layout, layout.template(values), grid, shared)
 
     def _sizes(self, problem: AttentionProblem) -> dict[str, Any]:
         left, right = problem.window
         threshold = problem.dropout_threshold
+        block_rows, block_columns = problem.block_mask or (0, 0)
         return {
+            "block_rows": block_rows, "block_columns": block_columns,
             "batch": problem.batch, "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k,
             "total_q": problem.total_q, "total_k": problem.total_k,
             "heads_q": problem.num_heads_q, "heads_kv": problem.num_heads_kv,
@@ -100,71 +148,55 @@ class Sm80Plan:
             "keep_scale": 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0,
         }  # fmt: skip
 
-    def _optional(self, problem: AttentionProblem, t: Tensors) -> dict[str, Any]:
-        values: dict[str, Any] = {
-            "q_lens": _address(t.q_lens), "kv_lens": _address(t.kv_lens), "new_lens": _address(t.new_lens),
-            "cu_q": _address(t.cu_seqlens_q), "cu_k": _address(t.cu_seqlens_k),
-            "page_table": _address(t.page_table), "bias": _address(t.bias), "mask": _address(t.mask),
-            "alibi": _address(t.alibi_slopes), "block_mask": _address(t.block_mask), "seed": _address(t.dropout_seed),
-            "new_tokens": 0 if t.k_new is None else t.k_new.shape[1],
-        }  # fmt: skip
-        if t.bias is not None:
-            values |= dict(zip(("bias_b", "bias_h", "bias_i", "bias_j"), t.bias.stride(), strict=True))
-        if t.mask is not None:
-            values |= dict(zip(("mask_b", "mask_h", "mask_i", "mask_j"), t.mask.stride(), strict=True))
-        if t.block_mask is not None and problem.block_mask is not None:
-            values |= dict(zip(("block_b", "block_h", "block_i", "block_j"), t.block_mask.stride(), strict=True))
-            values["block_rows"], values["block_columns"] = problem.block_mask
-        if t.alibi_slopes is not None:
-            values["alibi_b"], values["alibi_h"] = t.alibi_slopes.stride()
+    def _optional(self, values: dict[str, Any], problem: AttentionProblem, t: Tensors) -> None:
+        fields = t.__dict__
+        for field, name in _ADDRESSES:
+            if (tensor := fields[field]) is not None:
+                values[name] = tensor.data_ptr()
+        for field, names in _SCORES:
+            if (tensor := fields[field]) is not None:
+                _put(values, tensor, names)
         if t.page_table is not None:
             values["page_row"] = t.page_table.stride(0)
-            values["seqlen_k"] = t.page_table.shape[1] * (problem.page_size or 0)
-        return values
+            if t.bias is None and t.mask is None and t.block_mask is None:  # they have max_seqlen_k columns
+                values["seqlen_k"] = t.page_table.shape[1] * (problem.page_size or 0)
 
     # ------------------------------------------------------------ forward
 
     def forward(self, problem: AttentionProblem, t: Tensors) -> None:
         if t.k_new is not None and t.v_new is not None:
             self._append(problem, t)
-        ready = self._ready
-        if ready is None or ready.problem != problem:
-            ready = self._ready = self._prepare(problem, t)
-        values = ready.values.copy()
-        values["q"], values["k"], values["v"] = t.q.data_ptr(), t.k.data_ptr(), t.v.data_ptr()
+        ready = self._forward_steps
+        if ready is None or (ready.problem is not problem and ready.problem != problem):
+            ready = self._forward_steps = self._prepare_forward(problem, t)
+        step, stream = ready.main, _stream(self._index)
+        values = step.values.copy()
+        _put(values, t.q, _Q, problem.packed)
+        packed_keys = problem.packed and problem.page_size is None
+        _put(values, t.k, _K, packed_keys)
+        _put(values, t.v, _V, packed_keys)
         values["out"], values["lse"] = t.out.data_ptr(), t.lse.data_ptr()
-        if problem.packed:
-            values["q_i"], values["q_h"], _ = t.q.stride()
-        else:
-            values["q_b"], values["q_i"], values["q_h"], _ = t.q.stride()
-        if problem.packed and problem.page_size is None:
-            values["k_j"], values["k_h"], _ = t.k.stride()
-            values["v_j"], values["v_h"], _ = t.v.stride()
-        else:
-            values["k_b"], values["k_j"], values["k_h"], _ = t.k.stride()
-            values["v_b"], values["v_j"], values["v_h"], _ = t.v.stride()
         if ready.extras:
-            values.update(self._extras(problem, t))
-        if ready.splits > 1:
-            lse = allocate((ready.splits, t.lse.numel()), torch.float32, t.q.device)
-            out = allocate((ready.splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
-            values["partial_out"], values["partial_lse"] = out.data_ptr(), lse.data_ptr()
-        stream = torch.cuda.current_stream(self._index).cuda_stream
-        kernel = jit.load(ready.spec, self._index, problem)
-        kernel.launch(ready.grid, stream, params.FORWARD.filled(values), ready.shared, problem=problem)
-        if ready.splits > 1:
-            joined = {
-                "out": values["out"], "lse": values["lse"], "sinks": _address(t.sinks), "sinks_h": 1,
-                "partial_out": out.data_ptr(), "partial_lse": lse.data_ptr(), "q_lens": _address(t.q_lens),
-                "cu_q": _address(t.cu_seqlens_q), "batch": problem.batch, "seqlen_q": problem.seqlen_q,
-                "total_q": problem.total_q, "heads_q": problem.num_heads_q, "splits": ready.splits,
-            }  # fmt: skip
-            spec = config.small_kernel("combine", self._rows)
-            self._launch(spec, params.COMBINE, joined, (-(-t.lse.numel() // 4), 1, 1), 0, problem)
+            self._optional(values, problem, t)
+            values["stats"], values["sinks"] = _address(t.stats), _address(t.sinks)
+            values["new_tokens"] = 0 if t.k_new is None else t.k_new.shape[1]
+        if ready.combine is None:
+            step.run(values, stream, problem, t)
+            return
+        lse = allocate((ready.splits, t.lse.numel()), torch.float32, t.q.device)
+        out = allocate((ready.splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
+        values["partial_out"], values["partial_lse"] = out.data_ptr(), lse.data_ptr()
+        step.run(values, stream, problem, t)
+        joined = ready.combine.values.copy()
+        for name in ("out", "lse", "sinks", "partial_out", "partial_lse", "q_lens", "cu_q"):
+            joined[name] = values[name]
+        ready.combine.launch(joined, stream, problem)
 
-    def _prepare(self, problem: AttentionProblem, t: Tensors) -> _Ready:
+    def _prepare_forward(self, problem: AttentionProblem, t: Tensors) -> _Forward:
         """All of a forward that its tensors don't decide."""
-        c, packed = self._forward, problem.packed
+        if self._warpgroup is not None:
+            return self._prepare_warpgroup(problem, t, self._warpgroup)
+        c, packed, rows = self._forward, problem.packed, t.lse.numel()
         per_tile = c.block_q // problem.group if c.pack else c.block_q
         tiles = problem.total_q // per_tile + problem.batch + 1 if packed else -(-problem.seqlen_q // per_tile)
         units = (problem.num_heads_kv if c.pack else problem.num_heads_q) * (1 if packed else problem.batch)
@@ -173,20 +205,39 @@ class Sm80Plan:
             c = replace(c, split=True)
         right = problem.window.right
         values = {
-            **self._sizes(problem), "stats_l": t.lse.numel(), "sinks_h": 1, "tiles": tiles, "splits": splits,
+            **self._sizes(problem), "stats_l": rows, "sinks_h": 1, "tiles": tiles, "splits": splits,
             "section": min(units, config.sections(problem, self._info)) if right is not None else 1,
         }  # fmt: skip
-        operands = (t.stats, t.sinks, t.q_lens, t.kv_lens, t.new_lens, t.cu_seqlens_q, t.page_table, t.bias, t.mask)
-        more = (t.alibi_slopes, t.block_mask, t.dropout_seed, t.k_new)
-        extras = any(x is not None for x in operands + more)
         spec = config.forward_kernel(c, self._blocks)
-        template = params.FORWARD.template(values)
-        return _Ready(problem, template, (tiles * units, splits, 1), splits, spec, c.shared_bytes, extras)
+        main = self._step(problem, spec, params.FORWARD, values, (tiles * units, splits, 1), c.shared_bytes)
+        combine = None
+        if splits > 1:
+            spec = config.small_kernel("combine", self._rows)
+            layout = params.COMBINE
+            combine = self._step(problem, spec, layout, layout.known(values), (-(-rows // 4), 1, 1))
+        return _Forward(problem, main, combine, splits, self._extras(t))
 
-    def _extras(self, problem: AttentionProblem, t: Tensors) -> dict[str, Any]:
-        values = self._optional(problem, t)
-        values["stats"], values["sinks"] = _address(t.stats), _address(t.sinks)
-        return values
+    def _prepare_warpgroup(self, problem: AttentionProblem, t: Tensors, c: config.WarpgroupConfig) -> _Forward:
+        tiles, units = -(-problem.seqlen_q // c.block_q), problem.num_heads_q * problem.batch
+        if problem.packed:
+            tiles, units = problem.total_q // c.block_q + problem.batch + 1, problem.num_heads_q
+        edge = problem.window.right is not None
+        values = {
+            **self._sizes(problem), "sinks_h": 1, "tiles": tiles, "splits": 1,
+            "section": min(units, config.sections(problem, self._info)) if edge else 1,
+        }  # fmt: skip
+        kernel = jit.load(config.warpgroup_kernel(c), self._index, problem)
+        boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("out", 16))
+        grid = (min(self._info.sm_count, tiles * units), 1, 1)
+        template = params.FORWARD.template(values)
+        size, ticket = params.FORWARD_MAPS_SIZE, self._index if c.dynamic else None
+        main = MappedStep(kernel, params.FORWARD, template, grid, c.shared_bytes, boxes, size, ticket)
+        return _Forward(problem, main, None, 1, self._extras(t))
+
+    def _extras(self, t: Tensors) -> bool:
+        operands = (t.stats, t.sinks, t.q_lens, t.kv_lens, t.new_lens, t.cu_seqlens_q, t.page_table, t.bias, t.mask)
+        more = (t.alibi_slopes, t.block_mask, t.dropout_seed)
+        return any(x is not None for x in operands + more)
 
     def _resident(self, c: config.ForwardConfig) -> int:
         """Blocks a multiprocessor holds, by shared memory and threads."""
@@ -195,96 +246,127 @@ class Sm80Plan:
     def _append(self, problem: AttentionProblem, t: Tensors) -> None:
         assert t.k_new is not None and t.v_new is not None
         values: dict[str, Any] = {
-            "k": _address(t.k), "v": _address(t.v), "k_new": _address(t.k_new), "v_new": _address(t.v_new),
             "kv_lens": _address(t.kv_lens), "new_lens": _address(t.new_lens), "page_table": _address(t.page_table),
             "batch": problem.batch, "capacity": problem.seqlen_k, "heads_kv": problem.num_heads_kv,
             "new_tokens": t.k_new.shape[1], "page_size": problem.page_size or 0,
-        } | _strides("k", t.k, False, "bjh") | _strides("v", t.v, False, "bjh")  # fmt: skip
-        values |= _strides("kn", t.k_new, False, "bth") | _strides("vn", t.v_new, False, "bth")
+        }  # fmt: skip
+        for tensor, names in ((t.k, _K), (t.v, _V), (t.k_new, _K_NEW), (t.v_new, _V_NEW)):
+            _put(values, tensor, names)
         if t.page_table is not None:
             values["page_row"] = t.page_table.stride(0)
             values["capacity"] = t.page_table.shape[1] * (problem.page_size or 0)
         spec = config.small_kernel("append", self._rows)
-        self._launch(spec, params.APPEND, values, (t.k_new.shape[1], problem.batch, 1), 0, problem)
+        step = self._step(problem, spec, params.APPEND, values, (t.k_new.shape[1], problem.batch, 1))
+        step.launch(step.values, _stream(self._index), problem)
 
     # ------------------------------------------------------------ backward
 
     def backward(self, problem: AttentionProblem, t: Tensors) -> None:
-        c = self._backward
-        assert c is not None and t.dout is not None
-        packed, heads = problem.packed, problem.num_heads_q
-        row_tiles = problem.total_q // c.block_q + problem.batch + 1 if packed else (
-            problem.batch * -(-problem.seqlen_q // c.block_q)
-        )  # fmt: skip
-        q_tiles = 0 if packed else -(-problem.seqlen_q // c.block_q)
-        floats = 4 if c.natural else 2
-        slots = heads * row_tiles
-        rows = allocate((slots * c.block_q * floats,), torch.float32, t.q.device)
-        dq_sum = allocate((slots * c.block_q * config.padded(c.head_dim),), torch.float32, t.q.device)
-        shared = {
-            "rows": rows.data_ptr(), "dq_sum": dq_sum.data_ptr(), "row_tiles": row_tiles,
-            "batch": problem.batch, "seqlen_q": problem.seqlen_q, "total_q": problem.total_q, "heads_q": heads,
+        if problem.page_size is None:
+            self._backward_dense(problem, t)
+        else:
+            laid_out = PackedPages(problem, t)
+            self._backward_dense(laid_out.problem, laid_out.tensors)
+            laid_out.store(t)
+
+    def _backward_dense(self, problem: AttentionProblem, t: Tensors) -> None:
+        ready = self._backward_steps
+        if ready is None or (ready.problem is not problem and ready.problem != problem):
+            ready = self._backward_steps = self._prepare_backward(problem, t)
+        assert t.dout is not None
+        stream, packed = _stream(self._index), problem.packed
+        rows = allocate((ready.rows,), torch.float32, t.q.device)
+        dq_sum = allocate((ready.dq_sum,), torch.float32, t.q.device)
+        work = {
+            "rows": rows.data_ptr(), "dq_sum": dq_sum.data_ptr(), "lse": t.lse.data_ptr(),
+            "q_lens": _address(t.q_lens), "cu_q": _address(t.cu_seqlens_q),
         }  # fmt: skip
-        places = {"q_lens": _address(t.q_lens), "cu_q": _address(t.cu_seqlens_q), "tiles": q_tiles}
-        dlse: dict[str, int] = {"dlse": _address(t.dlse)}
+
+        delta = ready.delta.values | work
+        delta["stats"] = _address(t.stats)
+        _put(delta, t.out, _OUT, packed)
+        _put(delta, t.dout, _DOUT, packed)
         if t.dlse is not None:
-            strides = (0, *t.dlse.stride()) if packed else t.dlse.stride()
-            dlse |= dict(zip(("dlse_b", "dlse_h", "dlse_i"), strides, strict=True))
-        delta = shared | places | dlse | {
-            "out": _address(t.out), "dout": _address(t.dout), "lse": _address(t.lse), "stats": _address(t.stats),
-            "stats_l": t.lse.numel(),
-        } | _strides("out", t.out, packed, "bih") | _strides("do", t.dout, packed, "bih")  # fmt: skip
-        spec = config.small_kernel("delta", self._backward_rows)
-        self._launch(spec, params.DELTA, delta, (row_tiles, heads, 1), 0, problem)
+            _put(delta, t.dlse, _DLSE, packed)
+        ready.delta.launch(delta, stream, problem)
 
-        k_tiles = problem.total_k // c.block_k + problem.batch + 1 if packed else -(-problem.seqlen_k // c.block_k)
-        units = problem.num_heads_kv * (1 if packed else problem.batch)
-        values = self._common(problem, t) | {
-            "q": _address(t.q), "k": _address(t.k), "v": _address(t.v), "dout": _address(t.dout),
-            "dk": _address(t.dk), "dv": _address(t.dv), "dbias": _address(t.dbias),
-            "rows": rows.data_ptr(), "dq_sum": dq_sum.data_ptr(), "row_tiles": row_tiles,
-            "tiles": q_tiles, "section": 1,
-        }  # fmt: skip
-        values |= _strides("q", t.q, packed, "bih") | _strides("k", t.k, packed, "bjh")
-        values |= _strides("v", t.v, packed, "bjh") | _strides("do", t.dout, packed, "bih")
-        for name, tensor in (("dk", t.dk), ("dv", t.dv)):
+        main = ready.main.values.copy()
+        self._optional(main, problem, t)
+        main["rows"], main["dq_sum"] = work["rows"], work["dq_sum"]
+        for tensor, names in ((t.q, _Q), (t.k, _K), (t.v, _V), (t.dout, _DOUT), (t.dk, _DK), (t.dv, _DV)):
             if tensor is not None:
-                values |= _strides(name, tensor, packed, "bjh")
+                _put(main, tensor, names, packed)
         if t.dbias is not None:
-            values |= dict(zip(("dbias_b", "dbias_h", "dbias_i", "dbias_j"), t.dbias.stride(), strict=True))
-        values["key_tiles"] = k_tiles
-        values["section"] = min(units, config.sections(problem, self._info)) if c.right and not c.deterministic else 1
-        if c.deterministic:
-            order = torch.zeros(slots * c.warps + 1, dtype=torch.int32, device=t.q.device)
-            values |= {"order": order.data_ptr(), "ticket": order.data_ptr() + 4 * slots * c.warps}
-            # Blocks that wait for later ones must run together, whatever a few other streams do.
-            slots_at_once = self._info.sm_count * self._backward_blocks
-            values["rotate"] = int(4 * -(-problem.seqlen_k // c.block_k) <= slots_at_once)
-        spec = config.backward_kernel(c, self._backward_blocks)
-        self._launch(spec, params.BACKWARD, values, (k_tiles * units, 1, 1), c.shared_bytes, problem)
-        if t.dq is not None:
-            gradient = shared | places | {"dq": _address(t.dq), "scale": problem.scale}
-            gradient |= _strides("dq", t.dq, packed, "bih")
-            del gradient["rows"]
-            spec = config.small_kernel("query_gradient", self._backward_rows)
-            self._launch(spec, params.QUERY_GRADIENT, gradient, (row_tiles, heads, 1), 0, problem)
-        if t.dbias is not None and c.deterministic:
-            self._bias_gradient(problem, t, values)
-        if t.dsinks is not None:
-            sinks = shared | places | {
-                "dsinks": _address(t.dsinks), "sinks": _address(t.sinks), "lse": _address(t.lse),
-                "sinks_h": 1, "dsinks_h": 1,
-            }  # fmt: skip
-            del sinks["dq_sum"]
-            spec = config.small_kernel("sink_gradient", self._backward_rows)
-            self._launch(spec, params.SINK_GRADIENT, sinks, (heads, 1, 1), 0, problem)
+            _put(main, t.dbias, _DBIAS)
+        if ready.order:
+            order = torch.zeros(ready.order, dtype=torch.int32, device=t.q.device)
+            main["order"] = order.data_ptr()
+            main["ticket"] = main["order"] + 4 * (ready.order - 1)
+        ready.main.run(main, stream, problem, t)
 
-    def _bias_gradient(self, problem: AttentionProblem, t: Tensors, main: Mapping[str, Any]) -> None:
-        assert self._backward is not None and t.dbias is not None
-        known = set(params.BIAS_GRADIENT.names)
-        values = {name: value for name, value in main.items() if name in known}
-        sizes = [1 if stride == 0 else size for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)]
-        values |= dict(zip(("size_b", "size_h", "size_i", "size_j"), sizes, strict=True))
-        elements = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-        spec = config.bias_gradient_kernel(self._backward)
-        self._launch(spec, params.BIAS_GRADIENT, values, (-(-elements // 4), 1, 1), 0, problem)
+        if t.dq is not None:
+            dq = ready.dq.values.copy()
+            dq["dq_sum"], dq["q_lens"], dq["cu_q"] = work["dq_sum"], work["q_lens"], work["cu_q"]
+            _put(dq, t.dq, _DQ, packed)
+            ready.dq.launch(dq, stream, problem)
+        if ready.dbias is not None and t.dbias is not None:
+            sizes = [1 if stride == 0 else size for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)]
+            dbias = {name: main.get(name, value) for name, value in ready.dbias.values.items()}
+            dbias.update(zip(("size_b", "size_h", "size_i", "size_j"), sizes, strict=True))
+            ready.dbias.launch(dbias, stream, problem, (-(-math.prod(sizes) // 4), 1, 1))
+        if ready.dsinks is not None:
+            dsinks = ready.dsinks.values.copy()
+            for name in ("rows", "lse", "q_lens", "cu_q"):
+                dsinks[name] = work[name]
+            dsinks["dsinks"], dsinks["sinks"] = _address(t.dsinks), _address(t.sinks)
+            ready.dsinks.launch(dsinks, stream, problem)
+
+    def _prepare_backward(self, problem: AttentionProblem, t: Tensors) -> _Backward:
+        """All of a backward that its tensors don't decide."""
+        c = self._backward
+        assert c is not None
+        packed, heads = problem.packed, problem.num_heads_q
+        q_tiles, k_tiles = -(-problem.seqlen_q // c.block_q), -(-problem.seqlen_k // c.block_k)
+        row_tiles = problem.batch * q_tiles
+        if packed:  # sequence b starts at tile cu[b] / block + b
+            row_tiles = problem.total_q // c.block_q + problem.batch + 1
+            k_tiles = problem.total_k // c.block_k + problem.batch + 1
+        units = problem.num_heads_kv * (1 if packed else problem.batch)
+        slots = heads * row_tiles
+        ahead = 4 * -(-problem.seqlen_k // c.block_k) <= self._info.sm_count * self._backward_blocks
+        values = {
+            **self._sizes(problem), "row_tiles": row_tiles, "tiles": 0 if packed else q_tiles, "key_tiles": k_tiles,
+            "section": min(units, config.sections(problem, self._info)) if c.right and not c.deterministic else 1,
+            # Blocks that wait for later ones must run together, whatever a few other streams do.
+            "rotate": int(c.deterministic and ahead),
+        }  # fmt: skip
+        more = {**values, "stats_l": t.lse.numel(), "sinks_h": 1, "dsinks_h": 1}
+
+        def small(name: str, layout: params.ParamsLayout, grid: tuple[int, int, int]) -> Step:
+            spec = config.small_kernel(name, self._backward_rows)
+            return self._step(problem, spec, layout, layout.known(more), grid)
+
+        dbias = None
+        if t.dbias is not None and c.deterministic and isinstance(c, config.BackwardConfig):
+            layout, spec = params.BIAS_GRADIENT, config.bias_gradient_kernel(c)
+            dbias = self._step(problem, spec, layout, layout.known(values), (0, 1, 1))  # a warp an element: see there
+        grid = (k_tiles * units, 1, 1)
+        if isinstance(c, config.WarpgroupBackwardConfig):
+            kernel = jit.load(config.warpgroup_backward_kernel(c), self._index, problem)
+            boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))
+            layout, size = params.BACKWARD, params.BACKWARD_MAPS_SIZE
+            main: Step = MappedStep(kernel, layout, layout.template(values), grid, c.shared_bytes, boxes, size)
+        else:
+            spec = config.backward_kernel(c, self._backward_blocks)
+            main = self._step(problem, spec, params.BACKWARD, values, grid, c.shared_bytes)
+        return _Backward(
+            problem,
+            delta=small("delta", params.DELTA, (row_tiles, heads, 1)),
+            main=main,
+            dq=small("query_gradient", params.QUERY_GRADIENT, (row_tiles, heads, 1)),
+            dbias=dbias,
+            dsinks=small("sink_gradient", params.SINK_GRADIENT, (heads, 1, 1)) if t.dsinks is not None else None,
+            rows=slots * c.block_q * (4 if c.natural else 2),
+            dq_sum=slots * c.block_q * c.dq_columns,
+            order=slots * c.warps + 1 if c.deterministic else 0,
+        )

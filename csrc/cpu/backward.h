@@ -5,7 +5,7 @@
 //
 // dK and dV stay with the block; query heads of the group and query blocks follow in order. dQ is summed over key blocks
 // in ascending order, which `turns` enforces when several threads share a head: every sum has one order, so results do
-// not depend on threads. Without statistics (no bias, no ALiBi) m is lse and l is 1.
+// not depend on threads. Copies of Q and dO that several key blocks read are made before (params.tiles). Without statistics (no bias, no ALiBi) m is lse and l is 1.
 #pragma once
 
 #include <sched.h>
@@ -20,34 +20,101 @@ template <class T> struct Backward {
     using Word = typename T::Word;
     using R = typename T::Real;
 
+    static constexpr bool pairs = T::per_word > 1;
+    static int64_t padded_rows(const Params& p) { return round_up(p.block_q, T::per_word); }
+    static int64_t padded_dim(const Params& p) { return round_up(p.dim, lanes<R>); }
+    static int64_t padded_dim_v(const Params& p) { return larger(round_up(p.dim_v, lanes<R>), lanes<R>); }
+
+    // Rows of one operand: as they are, and stacked. Where a word holds one element, both are one, unless a row is bad.
+    struct Pack {
+        Word *rows, *stacked;
+        int32_t* bad;
+        int64_t *bad_count, width, ld;
+
+        Pack(Arena& a, int64_t count, int64_t dim, int64_t padded) : width(padded), ld(pairs ? words<T>(dim) : padded) {
+            stacked = a.take<Word>(count / T::per_word * width);
+            rows = pairs ? a.take<Word>(count * ld) : stacked;
+            bad = a.take<int32_t>(count);
+            bad_count = a.take<int64_t>(1);
+        }
+        void fill(const Rows& from, DType type, int64_t i0, int64_t count, int64_t dim, Word* scratch) const {
+            if (pairs) pack_rows<T>(from, type, i0, count, dim, rows, ld);
+            const int64_t padded = round_up(count, T::per_word);
+            *bad_count = pack_stacked<T>(from, type, i0, i0, i0 + count, padded, dim, stacked, width, bad, scratch);
+        }
+        // With the rows as they are in `own` if they are not here.
+        Pack complete(const Rows& from, DType type, int64_t i0, int64_t count, int64_t dim, Word* own) const {
+            Pack x = *this;
+            if (pairs || *bad_count == 0) return x;
+            x.rows = own;
+            pack_rows<T>(from, type, i0, count, dim, own, ld);
+            return x;
+        }
+    };
+
+    // What the tiles of one query block and one head read of Q, dO and the statistics.
+    struct Queries {
+        Pack q, dout;
+        R *max, *inverse;
+
+        Queries(const Params& p, Arena& a)
+            : q(a, padded_rows(p), p.dim, padded_dim(p)), dout(a, padded_rows(p), p.dim_v, padded_dim_v(p)),
+              max(a.take<R>(p.block_q)), inverse(a.take<R>(p.block_q)) {}
+
+        void fill(const Params& p, const Sequence& seq, int64_t head, int64_t i0, int64_t rows, Word* scratch) const {
+            q.fill(query_rows(p.q, p, seq, head), p.q.dtype, i0, rows, p.dim, scratch);
+            dout.fill(query_rows(p.dout, p, seq, head), p.dout.dtype, i0, rows, p.dim_v, scratch);
+            const int64_t at = row_index(p, seq, head, i0);
+            const R* m = reinterpret_cast<const R*>(p.stats.present() ? p.stats.data : p.lse.data) + at;
+            for (int64_t r = 0; r < rows; ++r) {
+                const R l = p.stats.present() ? m[r + p.stats_sum] : R(1);
+                max[r] = m[r] == -infinity<R> ? R(0) : m[r];
+                inverse[r] = l == 0 ? R(0) : R(1) / l;
+            }
+        }
+    };
+    static size_t tile_bytes(const Params& p) {
+        Arena a{nullptr};
+        Queries(p, a);
+        return a.used;
+    }
+    static Queries tile_at(const Params& p, const Sequence& seq, int64_t head, int64_t tile) {
+        Arena a{p.tiles + static_cast<size_t>(seq.first_tile + head * seq.tiles + tile) * tile_bytes(p)};
+        return Queries(p, a);
+    }
+    static void fill_tile(const Params& p, const Sequence& seq, int64_t head, int64_t tile, char* workspace) {
+        const Space w(p, workspace);
+        const int64_t i0 = tile * p.block_q;
+        tile_at(p, seq, head, tile).fill(p, seq, head, i0, smaller(p.block_q, seq.q_len - i0), w.scratch);
+    }
+
     struct Space {
-        Word *k, *v, *k_stacked, *q, *q_stacked, *dout, *dout_stacked, *prob, *dscore, *dscore_rows, *scratch, *row_pairs;
-        R *dk, *dv, *score, *dprob, *derivative, *line, *value, *max, *inverse, *delta;
+        Arena arena;
+        Queries own;
+        Word *k, *v, *k_stacked, *q, *dout, *prob, *dscore, *dscore_rows, *scratch, *row_pairs;
+        R *dk, *dv, *score, *dprob, *derivative, *line, *value;
         uint8_t* keep;
-        int32_t *bad_k, *bad_q, *bad_dout;
+        int32_t* bad_k;
         Run* runs;
         int64_t keys, rows, ld, width, width_v, depth, depth_v;
-        size_t bytes;
 
-        Space(const Params& p, char* base) {
-            Arena a{base};
+        Space(const Params& p, char* base) : arena{base}, own(p, arena) {
+            Arena& a = arena;
             keys = round_up(p.block_k, lanes<R>);
-            rows = round_up(p.block_q, T::per_word);
+            rows = padded_rows(p);
             ld = keys + lanes<R>;  // of the P and dS tiles: columns are read too, so rows must not share cache sets
-            width = round_up(p.dim, lanes<R>);
-            width_v = larger(round_up(p.dim_v, lanes<R>), lanes<R>);
+            width = padded_dim(p);
+            width_v = padded_dim_v(p);
             depth = words<T>(p.dim);
             depth_v = words<T>(p.dim_v);
             k = a.take<Word>(depth * keys);
             v = a.take<Word>(depth_v * keys);
             k_stacked = a.take<Word>(keys / T::per_word * width);
-            q = a.take<Word>(rows * depth);
-            q_stacked = a.take<Word>(rows / T::per_word * width);
-            dout = a.take<Word>(rows * depth_v);
-            dout_stacked = a.take<Word>(rows / T::per_word * width_v);
+            q = a.take<Word>(pairs ? 1 : rows * width);
+            dout = a.take<Word>(pairs ? 1 : rows * width_v);
             prob = a.take<Word>(rows / T::per_word * ld);
             dscore = a.take<Word>(rows / T::per_word * ld);
-            dscore_rows = a.take<Word>(T::per_word > 1 ? kRows * keys / T::per_word : 1);
+            dscore_rows = a.take<Word>(pairs ? kRows * keys / T::per_word : 1);
             scratch = a.take<Word>(lanes<R> * round_up(larger(depth, depth_v), lanes<R>));
             row_pairs = a.take<Word>(2 * depth_v * lanes<R>);
             dk = a.take<R>(keys * width);
@@ -57,15 +124,9 @@ template <class T> struct Backward {
             derivative = a.take<R>(p.softcap > 0 ? keys : 1);
             line = a.take<R>(keys);
             value = a.take<R>(larger(width, width_v));
-            max = a.take<R>(rows);
-            inverse = a.take<R>(rows);
-            delta = a.take<R>(rows);
             keep = a.take<uint8_t>(p.dropout_threshold ? rows * keys + 64 : 1);
             bad_k = a.take<int32_t>(keys);
-            bad_q = a.take<int32_t>(rows);
-            bad_dout = a.take<int32_t>(rows);
             runs = a.take<Run>(larger(keys, rows) / 16 + 2);
-            bytes = a.used;
         }
     };
 
@@ -75,14 +136,16 @@ template <class T> struct Backward {
         const Space& w;
         const Scorer<R>& scorer;
         int64_t i0, rows, j0, j1, padded;
+        Pack q, dout;
+        const R *max, *inverse, *delta;
         R* dq;  // [row, width]
-        int64_t bad_k, bad_q, bad_dout;
+        int64_t bad_k;
         bool need_dq, need_dk, need_dv, need_dscore;
         R inverse_kept;
     };
 
-    static size_t workspace(const Params& p) { return Space(p, nullptr).bytes; }
-    static int64_t dq_width(const Params& p) { return round_up(p.dim, lanes<R>); }
+    static size_t workspace(const Params& p) { return Space(p, nullptr).arena.used; }
+    static int64_t dq_width(const Params& p) { return padded_dim(p); }
 
     // delta of every query row of a head, and the sum that is the head's part of dsinks. dO . out is added up in the order
     // of the product dO . V: where a row has one key, dP - delta is 0 and not a rounding error.
@@ -139,23 +202,28 @@ template <class T> struct Backward {
             pack_stacked<T>(keys, p.k.dtype, j0, begin, j1, padded, p.dim, w.k_stacked, w.width, w.bad_k, w.scratch);
         std::memset(w.dk, 0, static_cast<size_t>(padded * w.width) * sizeof(R));
         std::memset(w.dv, 0, static_cast<size_t>(padded * w.width_v) * sizeof(R));
-        const int64_t blocks = (seq.q_len + p.block_q - 1) / p.block_q;
         const double kept = 1.0 - static_cast<double>(p.dropout_threshold) / 65536.0;
         for (int64_t head = 0; head < p.heads_q; ++head) {
             if (p.kv_head(head) != kv_head) continue;
             const Scorer<R> scorer(p, seq, head, w.line);
-            for (int64_t b = 0; b < blocks; ++b) {
+            for (int64_t b = 0; b < seq.tiles; ++b) {
                 const int64_t i0 = b * p.block_q, rows = smaller(p.block_q, seq.q_len - i0);
-                int32_t* turn = turns ? turns + head * blocks + b : nullptr;
+                int32_t* turn = turns ? turns + seq.first_tile + head * seq.tiles + b : nullptr;
                 if (turn) await(turn, static_cast<int32_t>(key_block));
                 if (scorer.tile_seen(i0, i0 + rows, j0, j1)) {
                     const int64_t dq_row = (p.packed ? seq.q_row : seq.index * p.seqlen_q) + i0;
-                    Tile t{p, w, scorer, i0, rows, j0, j1, padded,
-                           p.dq_sum ? reinterpret_cast<R*>(p.dq_sum) + (head * p.rows_q + dq_row) * w.width : w.value, bad_k, 0, 0,
-                           p.dq.present(), p.dk.present(), p.dv.present(),
-                           p.dq.present() || p.dk.present() || p.dbias.present(),
-                           static_cast<R>(kept > 0 ? 1.0 / kept : 0.0)};
-                    load_queries(t, seq, head);
+                    const Queries x = p.tiles ? tile_at(p, seq, head, b) : w.own;
+                    if (!p.tiles) x.fill(p, seq, head, i0, rows, w.scratch);
+                    const Rows q = query_rows(p.q, p, seq, head), dout = query_rows(p.dout, p, seq, head);
+                    const Tile t{p, w, scorer, i0, rows, j0, j1, padded,
+                                 x.q.complete(q, p.q.dtype, i0, rows, p.dim, w.q),
+                                 x.dout.complete(dout, p.dout.dtype, i0, rows, p.dim_v, w.dout), x.max, x.inverse,
+                                 reinterpret_cast<const R*>(p.delta) + row_index(p, seq, head, i0),
+                                 p.dq_sum ? reinterpret_cast<R*>(p.dq_sum) + (head * p.rows_q + dq_row) * w.width : w.value, bad_k,
+                                 p.dq.present(), p.dk.present(), p.dv.present(),
+                                 p.dq.present() || p.dk.present() || p.dbias.present(),
+                                 static_cast<R>(kept > 0 ? 1.0 / kept : 0.0)};
+                    if (p.dropout_threshold) fill_keep(p, seq, head, i0, rows, j0, padded, w.keep, w.keys);
                     tile(t, keys);
                 }
                 if (turn) __atomic_store_n(turn, static_cast<int32_t>(key_block + 1), __ATOMIC_RELEASE);
@@ -170,127 +238,87 @@ template <class T> struct Backward {
         }
     }
 
-    static void load_queries(Tile& t, const Sequence& seq, int64_t head) {
-        const Params& p = t.p;
-        const Space& w = t.w;
-        const Rows q = query_rows(p.q, p, seq, head), dout = query_rows(p.dout, p, seq, head);
-        const int64_t end = t.i0 + t.rows, padded = round_up(t.rows, T::per_word);
-        pack_rows<T>(q, p.q.dtype, t.i0, t.rows, p.dim, w.q);
-        pack_rows<T>(dout, p.dout.dtype, t.i0, t.rows, p.dim_v, w.dout);
-        if (t.need_dk) {
-            t.bad_q = pack_stacked<T>(q, p.q.dtype, t.i0, t.i0, end, padded, p.dim, w.q_stacked, w.width, w.bad_q, w.scratch);
-        }
-        if (t.need_dv) {
-            t.bad_dout = pack_stacked<T>(dout, p.dout.dtype, t.i0, t.i0, end, padded, p.dim_v, w.dout_stacked, w.width_v,
-                                         w.bad_dout, w.scratch);
-        }
-        if (p.dropout_threshold) fill_keep(p, seq, head, t.i0, t.rows, t.j0, t.padded, w.keep, w.keys);
-        const R* lse = reinterpret_cast<const R*>(p.lse.data);
-        const R* stats = reinterpret_cast<const R*>(p.stats.data);
-        for (int64_t r = 0; r < t.rows; ++r) {
-            const int64_t at = row_index(p, seq, head, t.i0 + r);
-            const R m = stats ? stats[at] : lse[at], l = stats ? stats[at + p.stats_sum] : R(1);
-            w.max[r] = m == -infinity<R> ? R(0) : m;
-            w.inverse[r] = l == 0 ? R(0) : R(1) / l;
-            w.delta[r] = reinterpret_cast<const R*>(p.delta)[at];
-        }
-    }
-
     static void tile(const Tile& t, const Rows& keys) {
         const Space& w = t.w;
-        for (int64_t r = 0; r < t.rows;) {
-            // strips keep rows of one word together
-            const int64_t stop = t.scorer.strip_end(t.i0 + r, t.i0 + t.rows) - t.i0;
-            strip(t, r, stop - r);
-            r = stop;
+        const bool open = t.scorer.open(t.i0, t.i0 + t.rows, t.j0, t.j1);
+        const bool untouched = open && t.scorer.untouched(t.j0, t.j1);
+        if (!open || !t.scorer.exact) {  // else the runs of rows hold nothing but the runs of columns
+            const size_t bytes = static_cast<size_t>(round_up(t.rows, T::per_word) / T::per_word * w.ld) * sizeof(Word);
+            std::memset(w.prob, 0, bytes);
+            std::memset(w.dscore, 0, bytes);
         }
-        for (int64_t c = 0; c < t.j1 - t.j0;) {
-            const int64_t stop = t.scorer.key_strip_end(t.j0 + c, t.j1) - t.j0;
-            const int64_t count =
-                t.scorer.row_runs(t.j0 + c, t.j0 + stop, t.i0, t.i0 + t.rows, T::per_word, w.runs);
-            for (int64_t n = 0; n < count; ++n) {
-                const int64_t r = w.runs[n].begin / T::per_word, depth = w.runs[n].end / T::per_word - r;
-                if (t.need_dv) {
-                    gemm<T, Start::add>(stop - c, w.width_v / lanes<R>, depth, w.prob + r * w.ld + c, 1, w.ld,
-                                        w.dout_stacked + r * w.width_v, w.width_v, w.dv + c * w.width_v, w.width_v);
-                }
-                if (t.need_dk) {
-                    gemm<T, Start::add>(stop - c, w.width / lanes<R>, depth, w.dscore + r * w.ld + c, 1, w.ld,
-                                        w.q_stacked + r * w.width, w.width, w.dk + c * w.width, w.width);
-                }
+        t.scorer.strips(t.i0, t.i0 + t.rows, t.j0, t.j1, w.runs, [&](int64_t begin, int64_t end, int64_t count) {
+            strip(t, begin - t.i0, end - begin, count, untouched);
+        });
+        t.scorer.key_strips(t.j0, t.j1, t.i0, t.i0 + t.rows, T::per_word, w.runs, [&](int64_t begin, int64_t end, int64_t count) {
+            const int64_t c = begin - t.j0;
+            if (t.need_dv) {
+                gemm_depth<T, Start::add>(end - begin, w.width_v, count, w.runs, w.prob + c, 1, w.ld, t.dout.stacked,
+                                          w.dv + c * w.width_v);
             }
-            c = stop;
-        }
+            if (t.need_dk) {
+                gemm_depth<T, Start::add>(end - begin, w.width, count, w.runs, w.dscore + c, 1, w.ld, t.q.stacked,
+                                          w.dk + c * w.width);
+            }
+        });
         add_bad(t, keys);
     }
 
-    static void strip(const Tile& t, int64_t r0, int64_t rows) {
+    static void strip(const Tile& t, int64_t r0, int64_t rows, int64_t count, bool untouched) {
         const Space& w = t.w;
-        const int64_t count = t.scorer.column_runs(t.i0 + r0, t.i0 + r0 + rows, t.j0, t.j1, w.runs);
-        const bool whole = count == 1 && w.runs[0].begin == 0 && w.runs[0].end == t.padded;
-        if (!whole) {
-            for (int64_t r = 0; r < rows; ++r) clear_row(t, r0 + r);
-            if constexpr (T::per_word > 1) {
-                std::memset(w.dscore_rows, 0, static_cast<size_t>(rows * w.keys / T::per_word) * sizeof(Word));
-            }
+        gemm_columns<T>(rows, count, w.runs, w.depth, t.q.rows + r0 * t.q.ld, t.q.ld, w.k, w.keys, w.score, w.keys);
+        if (t.need_dscore) {
+            gemm_columns<T>(rows, count, w.runs, w.depth_v, t.dout.rows + r0 * t.dout.ld, t.dout.ld, w.v, w.keys, w.dprob, w.keys);
         }
-        for (int64_t n = 0; n < count; ++n) {
-            const int64_t c = w.runs[n].begin, vectors = (w.runs[n].end - c) / lanes<R>;
-            gemm<T, Start::zero>(rows, vectors, w.depth, w.q + r0 * w.depth, w.depth, 1, w.k + c, w.keys, w.score + c, w.keys);
-            if (t.need_dscore) {
-                gemm<T, Start::zero>(rows, vectors, w.depth_v, w.dout + r0 * w.depth_v, w.depth_v, 1, w.v + c, w.keys,
-                                     w.dprob + c, w.keys);
-            }
-        }
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t n = 0; n < count; ++n) row(t, r0, r, w.runs[n]);
-        for (int64_t n = 0; n < count; ++n) {
-            write_tiles(t, r0, rows, w.runs[n]);
-            if (!t.need_dq) continue;
-            const int64_t c = w.runs[n].begin / T::per_word, depth = w.runs[n].end / T::per_word - c;
-            const Word* a = T::per_word == 1 ? w.dscore + r0 * w.ld : w.dscore_rows;
-            gemm<T, Start::add>(rows, w.width / lanes<R>, depth, a + c, T::per_word == 1 ? w.ld : w.keys / T::per_word, 1,
-                                w.k_stacked + c * w.width, w.width, t.dq + r0 * w.width, w.width);
-        }
+        for (int64_t r = 0; r < rows; ++r) row(t, r0, r, count, untouched);
+        for (int64_t n = 0; n < count; ++n) write_tiles(t, r0, rows, w.runs[n]);
+        if (!t.need_dq) return;
+        const Word* a = pairs ? w.dscore_rows : w.dscore + r0 * w.ld;
+        gemm_depth<T, Start::add>(rows, w.width, count, w.runs, a, pairs ? w.keys / T::per_word : w.ld, 1, w.k_stacked,
+                                  t.dq + r0 * w.width);
     }
 
-    // Scores and dP of a run become the P that multiplies dO, and dS'.
-    static void row(const Tile& t, int64_t r0, int64_t r, Run run) {
+    // Scores and dP of a row become the P that multiplies dO, and dS'.
+    static void row(const Tile& t, int64_t r0, int64_t r, int64_t count, bool untouched) {
         const Params& p = t.p;
         const Space& w = t.w;
         R *s = w.score + r * w.keys, *dp = w.dprob + r * w.keys;
         const int64_t i = t.i0 + r0 + r;
-        t.scorer.row(i, t.j0 + run.begin, run.end - run.begin, t.j1, s + run.begin, p.softcap > 0 ? w.derivative : nullptr);
-        const R m = w.max[r0 + r], inverse = w.inverse[r0 + r], delta = w.delta[r0 + r];
+        for (int64_t n = 0; n < count && !untouched; ++n) {
+            const int64_t c = w.runs[n].begin;
+            t.scorer.row(i, t.j0 + c, w.runs[n].end - c, t.j1, s + c, p.softcap > 0 ? w.derivative + c : nullptr);
+        }
+        const R m = t.max[r0 + r], inverse = t.inverse[r0 + r], delta = t.delta[r0 + r];
         const uint8_t* keep = w.keep + (r0 + r) * w.keys;
-        if (p.dropout_threshold) gradients<true>(run, s, dp, t.scorer.factor, m, inverse, delta, t.inverse_kept, keep);
-        else gradients<false>(run, s, dp, t.scorer.factor, m, inverse, delta, t.inverse_kept, keep);
-        if (p.dbias.present()) add_dbias(t, i, run, dp);
-        if (p.softcap > 0 && t.need_dscore) {
-            for (int64_t c = run.begin; c < run.end; c += lanes<R>) {
-                const Vec<R> grad = load<R>(dp + c), x = grad * load<R>(w.derivative + c - run.begin);
+        if (p.dropout_threshold) gradients<true>(count, w.runs, s, dp, t.scorer.factor, m, inverse, delta, t.inverse_kept, keep);
+        else gradients<false>(count, w.runs, s, dp, t.scorer.factor, m, inverse, delta, t.inverse_kept, keep);
+        for (int64_t n = 0; n < count && p.dbias.present(); ++n) add_dbias(t, i, w.runs[n], dp);
+        for (int64_t n = 0; n < count && p.softcap > 0 && t.need_dscore; ++n)
+            for (int64_t c = w.runs[n].begin; c < w.runs[n].end; c += lanes<R>) {
+                const Vec<R> grad = load<R>(dp + c), x = grad * load<R>(w.derivative + c);
                 store<R>(dp + c, grad == R(0) ? Vec<R>{} : x);
             }
-        }
     }
     template <bool dropout>
-    static ATTNLIB_NOINLINE void gradients(Run run, R* __restrict s, R* __restrict dp, R factor, R m, R inverse, R delta,
-                                         R inverse_kept, const uint8_t* keep) {
-        const int64_t end = run.end;
-        for (int64_t c = run.begin; c < end; c += lanes<R>) {
-            const Vec<R> x = load<R>(s + c);
-            const auto hidden = x == -infinity<R>;
-            Vec<R> prob = exp_of<R>(rounded(x * factor) - m) * inverse, grad = load<R>(dp + c);
-            prob = hidden ? Vec<R>{} : prob;
-            if constexpr (dropout) {
-                const Vec<R> kept = keep_vector<R>(keep + c) * inverse_kept;
-                store<R>(s + c, prob * kept);
-                grad *= kept;
-            } else {
-                store<R>(s + c, prob);
+    static ATTNLIB_NOINLINE void gradients(int64_t count, const Run* runs, R* __restrict s, R* __restrict dp, R factor, R m,
+                                         R inverse, R delta, R inverse_kept, const uint8_t* keep) {
+        for (int64_t n = 0; n < count; ++n) {
+            const int64_t end = runs[n].end;
+            for (int64_t c = runs[n].begin; c < end; c += lanes<R>) {
+                const Vec<R> x = load<R>(s + c);
+                const auto hidden = x == -infinity<R>;
+                Vec<R> prob = exp_of<R>(rounded(x * factor) - m) * inverse, grad = load<R>(dp + c);
+                prob = hidden ? Vec<R>{} : prob;
+                if constexpr (dropout) {
+                    const Vec<R> kept = keep_vector<R>(keep + c) * inverse_kept;
+                    store<R>(s + c, prob * kept);
+                    grad *= kept;
+                } else {
+                    store<R>(s + c, prob);
+                }
+                grad = prob * (grad - delta);
+                store<R>(dp + c, hidden ? Vec<R>{} : grad);
             }
-            grad = prob * (grad - delta);
-            store<R>(dp + c, hidden ? Vec<R>{} : grad);
         }
     }
 
@@ -337,13 +365,7 @@ template <class T> struct Backward {
             }
         }
     }
-    static void clear_row(const Tile& t, int64_t r) {
-        const Space& w = t.w;
-        const int64_t at = r / T::per_word * w.ld;
-        std::memset(w.prob + at, 0, static_cast<size_t>(w.keys) * sizeof(Word));
-        std::memset(w.dscore + at, 0, static_cast<size_t>(w.keys) * sizeof(Word));
-    }
-    static R tile_at(const Tile& t, const Word* x, int64_t r, int64_t c) {
+    static R element(const Tile& t, const Word* x, int64_t r, int64_t c) {
         if constexpr (T::per_word == 1) return x[r * t.w.ld + c];
         else return T::word_part(x, (r / 2 * t.w.ld + c) * 2 + r % 2);
     }
@@ -358,19 +380,19 @@ template <class T> struct Backward {
             const int64_t c = w.bad_k[n];
             load_row<R>(p.k.dtype, keys.row(t.j0 + c), w.value, p.dim);
             for (int64_t r = 0; r < t.rows; ++r)
-                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(t.dq + r * w.width, tile_at(t, w.dscore, r, c), w.value, p.dim);
+                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(t.dq + r * w.width, element(t, w.dscore, r, c), w.value, p.dim);
         }
-        for (int64_t n = 0; n < t.bad_q; ++n) {
-            const int64_t r = w.bad_q[n];
+        for (int64_t n = 0; t.need_dk && n < *t.q.bad_count; ++n) {
+            const int64_t r = t.q.bad[n];
             load_row<R>(p.q.dtype, q.row(t.i0 + r), w.value, p.dim);
             for (int64_t c = 0; c < t.j1 - t.j0; ++c)
-                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(w.dk + c * w.width, tile_at(t, w.dscore, r, c), w.value, p.dim);
+                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(w.dk + c * w.width, element(t, w.dscore, r, c), w.value, p.dim);
         }
-        for (int64_t n = 0; n < t.bad_dout; ++n) {
-            const int64_t r = w.bad_dout[n];
+        for (int64_t n = 0; t.need_dv && n < *t.dout.bad_count; ++n) {
+            const int64_t r = t.dout.bad[n];
             load_row<R>(p.dout.dtype, dout.row(t.i0 + r), w.value, p.dim_v);
             for (int64_t c = 0; c < t.j1 - t.j0; ++c)
-                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(w.dv + c * w.width_v, tile_at(t, w.prob, r, c), w.value, p.dim_v);
+                if (t.scorer.sees(t.i0 + r, t.j0 + c)) add_scaled(w.dv + c * w.width_v, element(t, w.prob, r, c), w.value, p.dim_v);
         }
     }
     static void add_scaled(R* to, R weight, const R* x, int64_t n) {

@@ -133,6 +133,22 @@ void run(bool backward, int family, int threads, const py::tuple& problem, const
     else run_forward(p, family, threads);
 }
 
+py::dict describe(bool backward, int family, int threads, const py::tuple& problem) {
+    Params p;
+    DType dtype, bias, sinks;
+    parse_problem(problem.ptr(), p, dtype, bias, sinks);
+    p.q.dtype = dtype;
+    const Cut found = cut(p, backward, family, threads);
+    py::dict result;
+    result["kernel"] = found.kernel;
+    result["block_q"] = p.block_q;
+    result["block_k"] = p.block_k;
+    if (!backward) result["heads_together"] = p.share;
+    result["threads"] = found.threads;
+    result["workspace_bytes"] = found.workspace;
+    return result;
+}
+
 }  // namespace
 
 #ifndef ATTNLIB_MODULE
@@ -147,6 +163,7 @@ PYBIND11_MODULE(ATTNLIB_MODULE, m) {
     m.def("backward", [](int family, int threads, const py::tuple& problem, const py::tuple& operands) {
         run(true, family, threads, problem, operands);
     });
+    m.def("describe", &describe, "(backward, family, threads, problem): how one direction is cut, as a dict.");
     m.def("supported_families", &supported_families, "Bits: portable, avx2, avx512, avx512bf16.");
     py::tuple faults(sizeof(kFaults) / sizeof(kFaults[0]));
     for (size_t i = 0; i < faults.size(); ++i) faults[i] = py::str(kFaults[i]);

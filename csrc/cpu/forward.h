@@ -3,7 +3,8 @@
 //   s = score(Q K_b^T);  m' = max(m, rowmax s);  c = exp(m - m');  p = exp(s - m');  l = c l + sum p
 //   O = c O + (keep * p) V_b;      at the end  out = O / l / (1 - p_drop),  lse = m + log l,  the sink joins m and l
 //
-// A block may hold the same rows of several query heads of one group (params.share): they read one copy of K and V.
+// A block may hold the same rows of several query heads of one group (params.share): they read one copy of K and V. The
+// copy of a key block that several units read is made before (params.tiles).
 // A strip of kRows rows runs through scores, softmax and P.V while its scores are in L1. Rows without a key keep
 // m = -inf, l = 0, O = 0. The result of a row depends on block_k only, not on block_q, share or threads.
 #pragma once
@@ -18,24 +19,60 @@ template <class T> struct Forward {
     using Word = typename T::Word;
     using R = typename T::Real;
 
+    static int64_t padded_keys(const Params& p) { return round_up(p.block_k, lanes<R>); }
+    static int64_t padded_dim_v(const Params& p) { return larger(round_up(p.dim_v, lanes<R>), lanes<R>); }
+
+    // K and V of one key block: K transposed, V stacked, and which of its rows hold Inf or NaN.
+    struct Keys {
+        Word *k, *v;
+        int32_t* bad;
+        int64_t* bad_count;
+
+        Keys(const Params& p, Arena& a) {
+            k = a.take<Word>(words<T>(p.dim) * padded_keys(p));
+            v = a.take<Word>(padded_keys(p) / T::per_word * padded_dim_v(p));
+            bad = a.take<int32_t>(padded_keys(p));
+            bad_count = a.take<int64_t>(1);
+        }
+
+        void fill(const Params& p, const Sequence& seq, int64_t kv_head, int64_t j0, int64_t j1, Word* scratch) const {
+            const int64_t keys = padded_keys(p), padded = round_up(j1 - j0, lanes<R>), begin = larger(j0, seq.extent_begin);
+            pack_transposed<T>(key_rows(p.k, p, seq, kv_head), p.k.dtype, j0, begin, j1, padded, p.dim, k, keys, scratch);
+            *bad_count = pack_stacked<T>(key_rows(p.v, p, seq, kv_head), p.v.dtype, j0, begin, j1, padded, p.dim_v, v,
+                                         padded_dim_v(p), bad, scratch);
+        }
+    };
+    static size_t tile_bytes(const Params& p) {
+        Arena a{nullptr};
+        Keys(p, a);
+        return a.used;
+    }
+    static Keys tile_at(const Params& p, const Sequence& seq, int64_t kv_head, int64_t tile) {
+        Arena a{p.tiles + static_cast<size_t>(seq.first_tile + kv_head * seq.tiles + tile) * tile_bytes(p)};
+        return Keys(p, a);
+    }
+    static void fill_tile(const Params& p, const Sequence& seq, int64_t kv_head, int64_t tile, char* workspace) {
+        const int64_t j0 = (seq.key_tile + tile) * p.block_k;
+        const Space w(p, workspace);
+        tile_at(p, seq, kv_head, tile).fill(p, seq, kv_head, j0, smaller(j0 + p.block_k, seq.kv_len), w.scratch);
+    }
+
     struct Space {
-        Word *q, *k, *v, *scratch, *prob;
+        Arena arena;
+        Keys own;
+        Word *q, *scratch, *prob;
         R *out, *max, *sum, *score, *line, *value;
         uint8_t* keep;
-        int32_t* bad;
         Run* runs;
         int64_t keys, width_v, depth;  // padded block_k, padded dim_v, words of dim
-        size_t bytes;
 
-        Space(const Params& p, char* base) {
-            Arena a{base};
-            keys = round_up(p.block_k, lanes<R>);
-            width_v = larger(round_up(p.dim_v, lanes<R>), lanes<R>);
+        Space(const Params& p, char* base) : arena{base}, own(p, arena) {
+            Arena& a = arena;
+            keys = padded_keys(p);
+            width_v = padded_dim_v(p);
             depth = words<T>(p.dim);
             const int64_t rows = p.block_q * p.share;
             q = a.take<Word>(rows * depth);
-            k = a.take<Word>(depth * keys);
-            v = a.take<Word>(keys / T::per_word * width_v);
             scratch = a.take<Word>(lanes<R> * round_up(larger(depth, words<T>(p.dim_v)), lanes<R>));
             prob = a.take<Word>(T::per_word > 1 ? kRows * keys / T::per_word : 1);
             out = a.take<R>(rows * width_v);
@@ -45,9 +82,7 @@ template <class T> struct Forward {
             line = a.take<R>(keys);
             value = a.take<R>(width_v);
             keep = a.take<uint8_t>(p.dropout_threshold ? rows * keys + 64 : 1);
-            bad = a.take<int32_t>(keys);
             runs = a.take<Run>(keys / 16 + 2);
-            bytes = a.used;
         }
 
         // The same with the rows of the n-th head in front.
@@ -62,7 +97,7 @@ template <class T> struct Forward {
         }
     };
 
-    static size_t workspace(const Params& p) { return Space(p, nullptr).bytes; }
+    static size_t workspace(const Params& p) { return Space(p, nullptr).arena.used; }
 
     // Rows [row_begin, row_end) of heads first_head, ..., first_head + share - 1, all of one group.
     static void block(const Params& p, const Sequence& seq, int64_t first_head, int64_t row_begin, int64_t row_end,
@@ -78,9 +113,8 @@ template <class T> struct Forward {
 
     static void attend(const Params& p, const Sequence& seq, int64_t first_head, int64_t i0, int64_t rows, const Space& w) {
         const int64_t kv_head = p.kv_head(first_head), all = rows * p.share;
-        const Rows keys = key_rows(p.k, p, seq, kv_head), values = key_rows(p.v, p, seq, kv_head);
         for (int64_t n = 0; n < p.share; ++n) {
-            pack_rows<T>(query_rows(p.q, p, seq, first_head + n), p.q.dtype, i0, rows, p.dim, w.q + n * rows * w.depth);
+            pack_rows<T>(query_rows(p.q, p, seq, first_head + n), p.q.dtype, i0, rows, p.dim, w.q + n * rows * w.depth, w.depth);
         }
         for (int64_t r = 0; r < all; ++r) w.max[r] = -infinity<R>, w.sum[r] = 0;
         std::memset(w.out, 0, static_cast<size_t>(all * w.width_v) * sizeof(R));
@@ -88,50 +122,40 @@ template <class T> struct Forward {
         for (int64_t j0 = first / p.block_k * p.block_k; j0 < last; j0 += p.block_k) {
             const int64_t j1 = smaller(j0 + p.block_k, seq.kv_len);
             if (p.has(Fault::drop_last_partial_key_block) && j1 - j0 < p.block_k) continue;
-            int64_t bad = -1;  // K and V are packed for the first head that sees any of them
+            const bool shared = seq.tiles > 0;
+            const Keys tile = shared ? tile_at(p, seq, kv_head, j0 / p.block_k - seq.key_tile) : w.own;
+            bool filled = shared;  // else for the first head that sees any of it
             for (int64_t n = 0; n < p.share; ++n) {
                 const Scorer<R> scorer(p, seq, first_head + n, w.line);
                 if (!scorer.tile_seen(i0, i0 + rows, j0, j1)) continue;
-                if (bad < 0) bad = load_keys(p, seq, keys, values, j0, j1, w);
-                head_tile(p, seq, scorer, values, i0, rows, j0, j1, bad, w.of_head(n, rows));
+                if (!filled) tile.fill(p, seq, kv_head, j0, j1, w.scratch);
+                filled = true;
+                head_tile(p, seq, scorer, tile, i0, rows, j0, j1, w.of_head(n, rows));
             }
         }
     }
 
-    static int64_t load_keys(const Params& p, const Sequence& seq, const Rows& keys, const Rows& values, int64_t j0,
-                             int64_t j1, const Space& w) {
-        const int64_t padded = round_up(j1 - j0, lanes<R>), begin = larger(j0, seq.extent_begin);
-        pack_transposed<T>(keys, p.k.dtype, j0, begin, j1, padded, p.dim, w.k, w.keys, w.scratch);
-        return pack_stacked<T>(values, p.v.dtype, j0, begin, j1, padded, p.dim_v, w.v, w.width_v, w.bad, w.scratch);
+    static void head_tile(const Params& p, const Sequence& seq, const Scorer<R>& scorer, const Keys& tile, int64_t i0,
+                          int64_t rows, int64_t j0, int64_t j1, const Space& w) {
+        const bool untouched = scorer.open(i0, i0 + rows, j0, j1) && scorer.untouched(j0, j1);
+        const Rows values = key_rows(p.v, p, seq, p.kv_head(scorer.head));
+        if (p.dropout_threshold) fill_keep(p, seq, scorer.head, i0, rows, j0, round_up(j1 - j0, lanes<R>), w.keep, w.keys);
+        scorer.strips(i0, i0 + rows, j0, j1, w.runs, [&](int64_t begin, int64_t end, int64_t count) {
+            const int64_t r = begin - i0;
+            strip(p, scorer, tile, i0, r, end - begin, j0, j1, count, untouched, w);
+            for (int64_t n = 0; n < *tile.bad_count; ++n) add_bad(p, scorer, values, i0, r, end - begin, j0, tile.bad[n], w);
+        });
     }
 
-    static void head_tile(const Params& p, const Sequence& seq, const Scorer<R>& scorer, const Rows& values, int64_t i0,
-                          int64_t rows, int64_t j0, int64_t j1, int64_t bad, const Space& w) {
-        const int64_t padded = round_up(j1 - j0, lanes<R>);
-        if (p.dropout_threshold) fill_keep(p, seq, scorer.head, i0, rows, j0, padded, w.keep, w.keys);
-        for (int64_t r = 0; r < rows;) {
-            const int64_t stop = scorer.strip_end(i0 + r, i0 + rows) - i0;
-            strip(p, scorer, i0, r, stop - r, j0, j1, w);
-            for (int64_t n = 0; n < bad; ++n) add_bad(p, scorer, values, i0, r, stop - r, j0, w.bad[n], w);
-            r = stop;
-        }
-    }
-
-    static void strip(const Params& p, const Scorer<R>& scorer, int64_t i0, int64_t r0, int64_t rows, int64_t j0,
-                      int64_t j1, const Space& w) {
-        const int64_t count = scorer.column_runs(i0 + r0, i0 + r0 + rows, j0, j1, w.runs);
-        if (count == 0) return;
+    static void strip(const Params& p, const Scorer<R>& scorer, const Keys& tile, int64_t i0, int64_t r0, int64_t rows,
+                      int64_t j0, int64_t j1, int64_t count, bool untouched, const Space& w) {
         alignas(64) R correction[16], top[16];
         static_assert(kRows <= 16 && lanes<R> <= 16, "one vector, or a few, hold a strip's rows");
-        for (int64_t n = 0; n < count; ++n) {
-            const int64_t c = w.runs[n].begin, columns = w.runs[n].end - c;
-            gemm<T, Start::zero>(rows, columns / lanes<R>, w.depth, w.q + r0 * w.depth, w.depth, 1, w.k + c, w.keys,
-                                 w.score + c, w.keys);
-        }
+        gemm_columns<T>(rows, count, w.runs, w.depth, w.q + r0 * w.depth, w.depth, tile.k, w.keys, w.score, w.keys);
         for (int64_t r = 0; r < 16; ++r) correction[r] = top[r] = 0;
         for (int64_t r = 0; r < rows; ++r) {
             R* s = w.score + r * w.keys;
-            for (int64_t n = 0; n < count; ++n) {
+            for (int64_t n = 0; n < count && !untouched; ++n) {
                 const int64_t c = w.runs[n].begin;
                 scorer.row(i0 + r0 + r, j0 + c, w.runs[n].end - c, j1, s + c, nullptr);
             }
@@ -153,14 +177,7 @@ template <class T> struct Forward {
                                 : exponentials<false>(count, w.runs, s, scorer.factor, top[r], prob + r * ld, keep);
             w.sum[r0 + r] = w.sum[r0 + r] * correction[r] + total;
         }
-        R* out = w.out + r0 * w.width_v;
-        for (int64_t n = 0; n < count; ++n) {
-            const int64_t c = w.runs[n].begin / T::per_word, depth = w.runs[n].end / T::per_word - c;
-            const int64_t vectors = w.width_v / lanes<R>;
-            const Word* v = w.v + c * w.width_v;
-            if (n == 0) gemm<T, Start::scaled>(rows, vectors, depth, prob + c, ld, 1, v, w.width_v, out, w.width_v, correction);
-            else gemm<T, Start::add>(rows, vectors, depth, prob + c, ld, 1, v, w.width_v, out, w.width_v);
-        }
+        gemm_depth<T, Start::scaled>(rows, w.width_v, count, w.runs, prob, ld, 1, tile.v, w.out + r0 * w.width_v, correction);
     }
 
     // Maximum of a row over its runs; NaN is passed over here and stays in the sum.

@@ -1,5 +1,8 @@
 // The one matrix product: C = [0 | C diag(f) | C] + A B on register tiles of kRows x kCols vectors.
 //
+// Columns of C (where it starts at 0) or the reduction (else) go over a list of runs, so that what a block mask hides is
+// left out and yet neighbours in a register tile need not be neighbours in B.
+//
 // Arithmetic<Word>: float and double words hold one element; a bf16 pair holds two neighbours along the reduction and
 // multiplies by AVX512-BF16 dot products into float. A is broadcast word by word from any two strides; B is read in
 // whole vectors from rows of ldb words; so the same kernel serves Q.K^T, P.V, P^T.dO, dS^T.Q and dS.K.
@@ -62,74 +65,111 @@ struct Bf16Pair {
 };
 #endif
 
+struct Run {
+    int32_t begin, end;  // in elements
+};
+
 enum class Start { zero, scaled, add };
 
 template <class T, Start start, int rows, int cols>
-ATTNLIB_INLINE void register_tile(int64_t depth, const typename T::Word* __restrict a, int64_t a_row, int64_t a_depth,
-                                  const typename T::Word* __restrict b, int64_t ldb, typename T::Real* __restrict c,
-                                  int64_t ldc, const typename T::Real* __restrict factor) {
+ATTNLIB_INLINE void register_tile(int64_t count, const Run* __restrict depth, const typename T::Word* __restrict a,
+                                  int64_t a_row, int64_t a_depth, const typename T::Word* __restrict b, int64_t ldb,
+                                  const int64_t* __restrict at, typename T::Real* __restrict c, int64_t ldc,
+                                  const typename T::Real* __restrict factor) {
     using R = typename T::Real;
-    constexpr int64_t step = lanes<R>;
+    int64_t column[cols];
+#pragma GCC unroll 8
+    for (int j = 0; j < cols; ++j) column[j] = start == Start::zero ? at[j] : j * lanes<R>;
     Vec<R> sum[rows][cols];
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 8
         for (int j = 0; j < cols; ++j) {
-            if constexpr (start == Start::scaled) sum[i][j] = load<R>(c + i * ldc + j * step) * factor[i];
-            else if constexpr (start == Start::add) sum[i][j] = load<R>(c + i * ldc + j * step);
+            if constexpr (start == Start::scaled) sum[i][j] = load<R>(c + i * ldc + column[j]) * factor[i];
+            else if constexpr (start == Start::add) sum[i][j] = load<R>(c + i * ldc + column[j]);
             else sum[i][j] = Vec<R>{};
         }
-    for (int64_t d = 0; d < depth; ++d) {
-        decltype(T::load_b(b)) line[cols];
+    for (int64_t n = 0; n < count; ++n) {
+        const int64_t end = depth[n].end / T::per_word;
+        for (int64_t d = depth[n].begin / T::per_word; d < end; ++d) {
+            decltype(T::load_b(b)) line[cols];
 #pragma GCC unroll 8
-        for (int j = 0; j < cols; ++j) line[j] = T::load_b(b + d * ldb + j * step);
+            for (int j = 0; j < cols; ++j) line[j] = T::load_b(b + d * ldb + column[j]);
 #pragma GCC unroll 8
-        for (int i = 0; i < rows; ++i) {
-            const auto x = T::spread(a[i * a_row + d * a_depth]);
+            for (int i = 0; i < rows; ++i) {
+                const auto x = T::spread(a[i * a_row + d * a_depth]);
 #pragma GCC unroll 8
-            for (int j = 0; j < cols; ++j) sum[i][j] = T::multiply_add(sum[i][j], x, line[j]);
+                for (int j = 0; j < cols; ++j) sum[i][j] = T::multiply_add(sum[i][j], x, line[j]);
+            }
         }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 8
-        for (int j = 0; j < cols; ++j) store<R>(c + i * ldc + j * step, sum[i][j]);
+        for (int j = 0; j < cols; ++j) store<R>(c + i * ldc + column[j], sum[i][j]);
 }
 
+// `columns` and `depth` are lists of runs; at Start::zero depth is one run, else columns is.
 template <class T, Start start, int rows>
-__attribute__((noinline)) void gemm_rows(int64_t vectors, int64_t depth, const typename T::Word* a, int64_t a_row,
-                                         int64_t a_depth, const typename T::Word* b, int64_t ldb, typename T::Real* c,
-                                         int64_t ldc, const typename T::Real* factor) {
+ATTNLIB_NOINLINE void gemm_rows(int64_t columns, const Run* column, int64_t depths, const Run* depth,
+                                const typename T::Word* a, int64_t a_row, int64_t a_depth, const typename T::Word* b,
+                                int64_t ldb, typename T::Real* c, int64_t ldc, const typename T::Real* factor) {
     constexpr int64_t step = lanes<typename T::Real>;
+    int64_t vectors = 0, at[kCols] = {};
+    for (int64_t n = 0; n < columns; ++n) vectors += (column[n].end - column[n].begin) / step;
+    int64_t next = column->begin;
     while (vectors > 0) {
         // 5 vectors go as 3 + 2, not 4 + 1: a narrow tile cannot hide the latency of its additions
-        int64_t cols = vectors >= 2 * kCols || vectors <= kCols ? smaller(vectors, kCols) : (vectors + 1) / 2;
-        if constexpr (kCols == 4) {
-            if (cols == 4) register_tile<T, start, rows, 4>(depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-            if (cols == 3) register_tile<T, start, rows, 3>(depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
+        const int64_t cols = vectors >= 2 * kCols || vectors <= kCols ? smaller(vectors, kCols) : (vectors + 1) / 2;
+        if constexpr (start == Start::zero) {
+            for (int64_t j = 0; j < cols; ++j) {
+                if (next == column->end) next = (++column)->begin;
+                at[j] = next;
+                next += step;
+            }
         }
-        if (cols == 2) register_tile<T, start, rows, 2>(depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-        if (cols == 1) register_tile<T, start, rows, 1>(depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-        b += cols * step;
-        c += cols * step;
+        if constexpr (kCols == 4) {
+            if (cols == 4) register_tile<T, start, rows, 4>(depths, depth, a, a_row, a_depth, b, ldb, at, c, ldc, factor);
+            if (cols == 3) register_tile<T, start, rows, 3>(depths, depth, a, a_row, a_depth, b, ldb, at, c, ldc, factor);
+        }
+        if (cols == 2) register_tile<T, start, rows, 2>(depths, depth, a, a_row, a_depth, b, ldb, at, c, ldc, factor);
+        if (cols == 1) register_tile<T, start, rows, 1>(depths, depth, a, a_row, a_depth, b, ldb, at, c, ldc, factor);
+        if constexpr (start != Start::zero) {
+            b += cols * step;
+            c += cols * step;
+        }
         vectors -= cols;
     }
 }
 
-// rows <= kRows. vectors of columns, depth words of reduction.
-template <class T, Start start>
-ATTNLIB_INLINE void gemm(int64_t rows, int64_t vectors, int64_t depth, const typename T::Word* a, int64_t a_row,
-                         int64_t a_depth, const typename T::Word* b, int64_t ldb, typename T::Real* c, int64_t ldc,
-                         const typename T::Real* factor = nullptr) {
+template <class T, Start start, class... Rest> ATTNLIB_INLINE void gemm_any(int64_t rows, Rest... rest) {
     switch (rows) {
-        case 6: return gemm_rows<T, start, 6>(vectors, depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-        case 5: return gemm_rows<T, start, 5>(vectors, depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-        case 4: return gemm_rows<T, start, 4>(vectors, depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-        case 3: return gemm_rows<T, start, 3>(vectors, depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-        case 2: return gemm_rows<T, start, 2>(vectors, depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
-        case 1: return gemm_rows<T, start, 1>(vectors, depth, a, a_row, a_depth, b, ldb, c, ldc, factor);
+        case 6: return gemm_rows<T, start, 6>(rest...);
+        case 5: return gemm_rows<T, start, 5>(rest...);
+        case 4: return gemm_rows<T, start, 4>(rest...);
+        case 3: return gemm_rows<T, start, 3>(rest...);
+        case 2: return gemm_rows<T, start, 2>(rest...);
+        case 1: return gemm_rows<T, start, 1>(rest...);
         default: return;
     }
+}
+
+// rows <= kRows of C = A B, only the columns in runs; `depth` words of reduction.
+template <class T>
+ATTNLIB_INLINE void gemm_columns(int64_t rows, int64_t count, const Run* runs, int64_t depth, const typename T::Word* a,
+                                 int64_t lda, const typename T::Word* b, int64_t ldb, typename T::Real* c, int64_t ldc) {
+    const Run all{0, static_cast<int32_t>(depth * T::per_word)};
+    gemm_any<T, Start::zero>(rows, count, runs, int64_t{1}, &all, a, lda, int64_t{1}, b, ldb, c, ldc,
+                             static_cast<const typename T::Real*>(nullptr));
+}
+
+// rows <= kRows and all `width` columns of C += A B, or C diag(factor) + A B; only the part of the reduction in runs.
+template <class T, Start start>
+ATTNLIB_INLINE void gemm_depth(int64_t rows, int64_t width, int64_t count, const Run* runs, const typename T::Word* a,
+                               int64_t a_row, int64_t a_depth, const typename T::Word* b, typename T::Real* c,
+                               const typename T::Real* factor = nullptr) {
+    const Run all{0, static_cast<int32_t>(width)};
+    gemm_any<T, start>(rows, int64_t{1}, &all, count, runs, a, a_row, a_depth, b, width, c, width, factor);
 }
 
 }  // namespace

@@ -67,8 +67,7 @@ ATTNLIB_INLINE void load_words(DType type, const char* from, typename T::Word* t
 }
 
 template <class T>
-void pack_rows(const Rows& from, DType type, int64_t begin, int64_t count, int64_t dim, typename T::Word* to) {
-    const int64_t ld = words<T>(dim);
+void pack_rows(const Rows& from, DType type, int64_t begin, int64_t count, int64_t dim, typename T::Word* to, int64_t ld) {
     for (int64_t r = 0; r < count; ++r) load_words<T>(type, from.row(begin + r), to + r * ld, dim);
 }
 

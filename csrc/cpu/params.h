@@ -88,6 +88,7 @@ struct Params {
     char* dv_sum = nullptr;
     int64_t dq_width = 0, rows_q = 0;
 
+    char* tiles = nullptr;   // set by the scheduler: copies of operands that several units read; see Sequence::first_tile
 
     ATTNLIB_FN int64_t group() const { return heads_kv ? heads_q / heads_kv : 1; }
     ATTNLIB_FN int64_t kv_head(int64_t h) const {
@@ -110,6 +111,9 @@ struct Sequence {
     int64_t extent_begin = 0;
     bool valid = true;
     Window window{};
+    // Its part of params.tiles, `tiles` a head. Forward: K and V of [kv_head, key block from key_tile on], or none if few
+    // units read them; backward: Q and dO of [head, query block].
+    int64_t first_tile = 0, key_tile = 0, tiles = 0;
 };
 
 // The kernels of one instruction set and one arithmetic, as plain functions.
@@ -118,12 +122,16 @@ struct Kernels {
     int64_t real_bytes;       // of an accumulator
     int64_t rows_per_word;    // block_q of a backward tile is a multiple of this, if there is a block mask
     size_t (*forward_workspace)(const Params&);
+    size_t (*forward_tile)(const Params&);  // bytes of one of params.tiles
+    void (*fill_forward_tile)(const Params&, const Sequence&, int64_t kv_head, int64_t tile, char* workspace);
     void (*forward)(const Params&, const Sequence&, int64_t first_head, int64_t row_begin, int64_t row_end, char* workspace);
     void (*delta)(const Params&, const Sequence&, int64_t head, char* workspace);
     size_t (*backward_workspace)(const Params&);
+    size_t (*backward_tile)(const Params&);
+    void (*fill_backward_tile)(const Params&, const Sequence&, int64_t head, int64_t tile, char* workspace);
     int64_t (*dq_width)(const Params&);
     // dk and dv of one key block of one key/value head, and its part of dq. turns [head, query block] counts the key
-    // blocks that are done; null where one thread takes all key blocks in order.
+    // blocks that are done, from first_tile on; null where one thread takes all key blocks in order.
     void (*backward)(const Params&, const Sequence&, int64_t kv_head, int64_t key_block, char* workspace, int32_t* turns);
     void (*store_dq)(const Params&, const Sequence&, int64_t head, int64_t row_begin, int64_t row_end);
     void (*store)(DType, char* to, const void* from, int64_t count);  // accumulators to storage

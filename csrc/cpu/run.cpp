@@ -148,14 +148,16 @@ template <class Body> struct Loop {
     }
 };
 
-// Workspaces of `bytes` for all threads; throws std::bad_alloc, so it comes before anything is written.
+// Workspaces of `bytes` for all threads, and tiles that they share; throws std::bad_alloc, so it comes before anything
+// is written.
 struct Workspaces {
     size_t stride = 0;
-    char* base = nullptr;
+    char *base = nullptr, *tiles = nullptr;
     Workspaces() = default;
-    Workspaces(int threads, size_t bytes)
+    Workspaces(int threads, size_t bytes, size_t tile_bytes)
         : stride((bytes + 4095) / 4096 * 4096 + 192),  // no two workers at the same page offset
-          base(shared_workspace(stride * static_cast<size_t>(threads))) {}
+          base(shared_workspace(stride * static_cast<size_t>(threads) + tile_bytes)),
+          tiles(tile_bytes ? base + stride * static_cast<size_t>(threads) : nullptr) {}
 };
 
 // body(unit, workspace) for every unit; units are claimed in ascending order.
@@ -163,6 +165,30 @@ template <class Body> void each(int threads, int64_t count, const Workspaces& sp
     threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, count)));
     Loop<Body> loop{body, count, spaces.base, spaces.stride};
     run_parallel(threads, Loop<Body>::work, &loop);
+}
+
+// Where units of several sequences are numbered through: the first one of each.
+struct Span {
+    int64_t first;
+    const Sequence* sequence;
+};
+const Span& span_of(const std::vector<Span>& spans, int64_t unit) {
+    return *(std::upper_bound(spans.begin(), spans.end(), unit, [](int64_t u, const Span& s) { return u < s.first; }) - 1);
+}
+
+// The `count` tiles of p.tiles.
+template <class Fill>
+void fill_tiles(const Params& p, const std::vector<Sequence>& list, int64_t count, int threads, const Workspaces& spaces,
+                Fill fill) {
+    std::vector<Span> spans;
+    for (const Sequence& s : list) {
+        if (s.tiles > 0) spans.push_back({s.first_tile, &s});
+    }
+    each(threads, count, spaces, [&](int64_t unit, char* workspace) {
+        const Span& span = span_of(spans, unit);
+        const int64_t local = unit - span.first, tiles = span.sequence->tiles;
+        fill(p, *span.sequence, local / tiles, local % tiles, workspace);
+    });
 }
 
 double work_of(const Params& p) {
@@ -173,9 +199,11 @@ double work_of(const Params& p) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// 192 keys of 128 fill a part of the second-level cache and are a multiple of every register tile. Tuned on Zen 4.
-int64_t default_block(int64_t dim, int64_t length) {
-    const int64_t block = dim <= 128 ? 192 : dim <= 256 ? 96 : 48;
+// Rows or keys of a tile. 192 keys of 128 fill a part of the second-level cache and are a multiple of every register
+// tile; under a block mask a wider tile leaves a row enough to see. Tuned on Zen 4.
+int64_t default_block(const Params& p, int64_t length, int64_t plain, int64_t masked) {
+    const int64_t dim = std::max(p.dim, p.dim_v), most = p.mask_block_k > 0 ? masked : plain;
+    const int64_t block = dim <= 128 ? most : dim <= 256 ? most / 2 : most / 4;
     return std::max<int64_t>(1, std::min(block, length));
 }
 
@@ -185,7 +213,39 @@ int64_t longest(const std::vector<Sequence>& list, int64_t Sequence::*member) {
     return most;
 }
 
+// Fills in block sizes of 0 and the heads a unit takes; small calls get one thread.
+const Kernels& cut_forward(Params& p, int family, int& threads, int64_t most_q, int64_t most_k) {
+    if (work_of(p) < 2e6) threads = 1;
+    if (p.block_k == 0) p.block_k = default_block(p, most_k, 192, 384);
+    if (p.block_q == 0) {
+        p.block_q = default_block(p, most_q, 384, 384);
+        const int64_t rows = p.packed ? p.total_q : p.batch * p.seqlen_q;
+        while (p.block_q > 48 && rows * p.heads_q < p.block_q * threads * 4) p.block_q /= 2;
+    }
+    const int64_t row_units = std::max<int64_t>(1, ceil_div(p.packed ? p.total_q : p.batch * p.seqlen_q, p.block_q));
+    for (int64_t share = p.group(); share > 1 && !p.has(Fault::head_mod); --share) {
+        const bool small = p.block_q * share <= default_block(p, 384, 384, 384);
+        if (p.group() % share == 0 && small && row_units * (p.heads_q / share) >= 2 * threads) {
+            p.share = share;
+            break;
+        }
+    }
+    return kernels_for(family, p.q.dtype, true);
+}
+
+const Kernels& cut_backward(Params& p, int family, int& threads, int64_t most_q, int64_t most_k) {
+    if (work_of(p) < 2e6) threads = 1;
+    if (p.block_k == 0) p.block_k = default_block(p, most_k, 192, 256);
+    if (p.block_q == 0) p.block_q = default_block(p, most_q, 192, 192);
+    return kernels_for(family, p.q.dtype, p.block_q % 2 == 0 || most_q <= p.block_q);
+}
+
 }  // namespace
+
+Cut cut(Params& p, bool backward, int family, int threads) {
+    const Kernels& kernels = (backward ? cut_backward : cut_forward)(p, family, threads, p.seqlen_q, p.seqlen_k);
+    return {kernels.name, threads, (backward ? kernels.backward_workspace : kernels.forward_workspace)(p)};
+}
 
 int supported_families() {
 #if defined(ATTNLIB_X86)
@@ -203,44 +263,31 @@ int supported_families() {
 }
 
 void run_forward(Params& p, int family, int threads) {
-    const std::vector<Sequence> list = sequences(p);
-    const Kernels& kernels = kernels_for(family, p.q.dtype, true);
-    if (work_of(p) < 2e6) threads = 1;
-    const int64_t most_q = longest(list, &Sequence::q_rows);
-    if (p.block_k == 0) p.block_k = default_block(std::max(p.dim, p.dim_v), longest(list, &Sequence::kv_len));
-    if (p.block_q == 0) {
-        p.block_q = std::max<int64_t>(1, std::min(2 * default_block(std::max(p.dim, p.dim_v), most_q), most_q));
-        const int64_t rows = p.packed ? p.total_q : p.batch * p.seqlen_q;
-        while (p.block_q > 48 && rows * p.heads_q < p.block_q * threads * 4) p.block_q /= 2;
-    }
-    const int64_t row_units = std::max<int64_t>(1, ceil_div(p.packed ? p.total_q : p.batch * p.seqlen_q, p.block_q));
-    for (int64_t share = p.group(); share > 1 && !p.has(Fault::head_mod); --share) {
-        const bool small = p.block_q * share <= 2 * default_block(std::max(p.dim, p.dim_v), 192);
-        if (p.group() % share == 0 && small && row_units * (p.heads_q / share) >= 2 * threads) {
-            p.share = share;
-            break;
-        }
-    }
-    struct Part {
-        int64_t first_unit, blocks;
-    };
-    std::vector<Part> parts;
-    int64_t units = 0;
-    for (const Sequence& s : list) {
-        parts.push_back({units, ceil_div(s.q_rows, p.block_q)});
-        units += parts.back().blocks * (p.heads_q / p.share);
+    std::vector<Sequence> list = sequences(p);
+    const Kernels& kernels =
+        cut_forward(p, family, threads, longest(list, &Sequence::q_rows), longest(list, &Sequence::kv_len));
+    std::vector<Span> spans;
+    int64_t units = 0, tiles = 0;
+    for (Sequence& s : list) {
+        spans.push_back({units, &s});
+        units += ceil_div(s.q_rows, p.block_q) * (p.heads_q / p.share);
+        if (ceil_div(s.q_len, p.block_q) * (p.group() / p.share) < 2) continue;
+        s.key_tile = s.extent_begin / p.block_k;
+        s.tiles = std::max<int64_t>(0, ceil_div(s.window.key_end(s.q_len - 1), p.block_k) - s.key_tile);
+        s.first_tile = tiles;
+        tiles += s.tiles * p.heads_kv;
     }
     PoolLock lock;
-    const Workspaces spaces(threads, kernels.forward_workspace(p));
+    const Workspaces spaces(threads, kernels.forward_workspace(p), static_cast<size_t>(tiles) * kernels.forward_tile(p));
+    p.tiles = spaces.tiles;
     for (const Sequence& s : list) append(p, s);
+    fill_tiles(p, list, tiles, threads, spaces, kernels.fill_forward_tile);
     each(threads, units, spaces, [&](int64_t unit, char* workspace) {
-        const auto after = std::upper_bound(parts.begin(), parts.end(), unit,
-                                            [](int64_t u, const Part& part) { return u < part.first_unit; });
-        const size_t n = static_cast<size_t>(after - parts.begin()) - 1;
-        const int64_t local = unit - parts[n].first_unit;
-        const int64_t block = parts[n].blocks - 1 - local % parts[n].blocks;  // causal: the longest rows first
-        const int64_t begin = block * p.block_q;
-        kernels.forward(p, list[n], local / parts[n].blocks * p.share, begin, std::min(begin + p.block_q, list[n].q_rows), workspace);
+        const Span& span = span_of(spans, unit);
+        const Sequence& s = *span.sequence;
+        const int64_t local = unit - span.first, blocks = ceil_div(s.q_rows, p.block_q);
+        const int64_t begin = (blocks - 1 - local % blocks) * p.block_q;  // causal: the longest rows first
+        kernels.forward(p, s, local / blocks * p.share, begin, std::min(begin + p.block_q, s.q_rows), workspace);
     });
     trim_workspace();
 }
@@ -286,10 +333,7 @@ void run_backward(Params& p, int family, int threads) {
         if (!s.valid) s.q_len = s.window.q_len = 0;
     }
     const int64_t most_q = longest(list, &Sequence::q_len), most_k = longest(list, &Sequence::kv_len);
-    if (p.block_k == 0) p.block_k = default_block(std::max(p.dim, p.dim_v), most_k);
-    if (p.block_q == 0) p.block_q = default_block(std::max(p.dim, p.dim_v), most_q);
-    const Kernels& kernels = kernels_for(family, p.q.dtype, p.block_q % 2 == 0 || most_q <= p.block_q);
-    if (work_of(p) < 2e6) threads = 1;
+    const Kernels& kernels = cut_backward(p, family, threads, most_q, most_k);
 
     const size_t real = static_cast<size_t>(kernels.real_bytes);
     const std::vector<char> zero_row(static_cast<size_t>(p.dim_v * 8), 0);
@@ -309,8 +353,19 @@ void run_backward(Params& p, int family, int threads) {
     p.delta = delta.data(), p.dsink_part = sink_part.data(), p.dq_sum = dq_sum.data();
     p.dk_sum = dk_sum.data(), p.dv_sum = dv_sum.data();
 
+    const int64_t blocks_k = ceil_div(most_k, p.block_k);
+    int64_t tiles = 0;
+    for (Sequence& s : list) {
+        s.tiles = ceil_div(s.q_len, p.block_q);
+        s.first_tile = tiles;
+        tiles += s.tiles * p.heads_q;
+    }
+
     PoolLock lock;
-    const Workspaces spaces(threads, kernels.backward_workspace(p));
+    const bool copies = products && blocks_k > 1;
+    const size_t tile_bytes = copies ? static_cast<size_t>(tiles) * kernels.backward_tile(p) : 0;
+    const Workspaces spaces(threads, kernels.backward_workspace(p), tile_bytes);
+    p.tiles = spaces.tiles;
     const int64_t count = static_cast<int64_t>(list.size());
     each(threads, count * p.heads_q, spaces, [&](int64_t unit, char* workspace) {
         kernels.delta(p, list[static_cast<size_t>(unit / p.heads_q)], unit % p.heads_q, workspace);
@@ -318,21 +373,15 @@ void run_backward(Params& p, int family, int threads) {
     if (p.dsinks.present()) real == 8 ? add_sinks<double>(p) : add_sinks<float>(p);
     if (!products) return;
     if (!p.paged) zero_key_rows(p, list);
+    if (copies) fill_tiles(p, list, tiles, threads, spaces, kernels.fill_backward_tile);
 
     const bool fold_batch = pages || (p.dbias.present() && p.batch > 1 && p.dbias.stride[0] == 0);
     const bool fold_heads = p.dbias.present() && p.heads_q > 1 && p.dbias.stride[1] == 0;
     bool fold_keys = pages || (p.dbias.present() && p.seqlen_k > 1 && p.dbias.stride[3] == 0);
     const int64_t groups_b = fold_batch ? 1 : count, groups_h = fold_heads ? 1 : p.heads_kv;
-    const int64_t blocks_k = ceil_div(most_k, p.block_k);
     const bool ordered = !fold_keys && threads > 1 && blocks_k > 1;
     if (!ordered) fold_keys = true;
-    std::vector<int64_t> first_turn;
-    int64_t turn_count = 0;
-    for (const Sequence& s : list) {
-        first_turn.push_back(turn_count);
-        turn_count += ceil_div(s.q_len, p.block_q) * p.heads_q;
-    }
-    std::vector<int32_t> turns(static_cast<size_t>(ordered ? turn_count : 0), 0);
+    std::vector<int32_t> turns(static_cast<size_t>(ordered ? tiles : 0), 0);
     const int64_t per_block = groups_b * groups_h;
     each(threads, per_block * (fold_keys ? std::min<int64_t>(1, blocks_k) : blocks_k), spaces, [&](int64_t unit, char* workspace) {
         const int64_t group = unit % per_block, b = group / groups_h, h = group % groups_h;
@@ -341,9 +390,8 @@ void run_backward(Params& p, int family, int threads) {
             for (int64_t n = fold_batch ? 0 : b; n < (fold_batch ? count : b + 1); ++n) {
                 const Sequence& s = list[static_cast<size_t>(n)];
                 if (key_block * p.block_k >= s.kv_len) continue;
-                int32_t* turn = ordered ? turns.data() + first_turn[static_cast<size_t>(n)] : nullptr;
                 for (int64_t kv = fold_heads ? 0 : h; kv < (fold_heads ? p.heads_kv : h + 1); ++kv)
-                    kernels.backward(p, s, kv, key_block, workspace, turn);
+                    kernels.backward(p, s, kv, key_block, workspace, ordered ? turns.data() : nullptr);
             }
     });
     if (p.dq.present()) {

@@ -13,16 +13,13 @@ namespace attnlib {
 namespace ATTNLIB_ISA {
 namespace {
 
-struct Run {
-    int32_t begin, end;
-};
-
 template <class R> struct Scorer {
     const Params& p;
     const Sequence& seq;
     int64_t head;
     R scale, slope, cap;
     bool plain;  // nothing but the scale: row() leaves it to whoever reads the scores
+    bool exact;  // runs end where blocks of the block mask do
     R factor;    // what the scores must still be multiplied by
     R* line;     // [padded block_k], scratch
 
@@ -30,6 +27,7 @@ template <class R> struct Scorer {
         : p(params), seq(sequence), head(h), scale(static_cast<R>(params.scale)), slope(0),
           cap(static_cast<R>(params.softcap)), line(scratch) {
         plain = scale > 0 && !(cap > 0) && !p.bias.present() && !p.alibi.present();
+        exact = !p.block_mask.present() || (p.block_k % lanes<R> == 0 && p.mask_block_k % lanes<R> == 0);
         factor = plain ? scale : R(1);
         if (p.alibi.present()) {
             slope = load_one<R>(p.alibi.dtype, p.alibi.data + (seq.index * p.alibi.stride[0] + h * p.alibi.stride[1]) *
@@ -42,7 +40,16 @@ template <class R> struct Scorer {
         return m.data[seq.index * m.stride[0] + head * m.stride[1] + block_i * m.stride[2] + block_j * m.stride[3]];
     }
 
-    // Turns n raw products (n a multiple of the vector) of query i with keys j, j + 1, ... into scores; keys from
+    // Whether the window hides nothing of rows [i0, i1) and keys [j0, j1).
+    ATTNLIB_INLINE bool open(int64_t i0, int64_t i1, int64_t j0, int64_t j1) const {
+        return seq.window.key_begin(i1 - 1) <= j0 && seq.window.key_end(i0) >= j1;
+    }
+    // Whether row() would change nothing in the runs of an open tile.
+    ATTNLIB_INLINE bool untouched(int64_t j0, int64_t j1) const {
+        return plain && exact && !p.mask.present() && (j1 - j0) % lanes<R> == 0;
+    }
+
+    // Turns n raw products of a run (n a multiple of the vector) of query i with keys j, j + 1, ... into scores; keys from
     // `stop` on belong to the next tile. derivative: of the softcap, or null.
     void row(int64_t i, int64_t j, int64_t n, int64_t stop, R* s, R* derivative) const {
         const int64_t begin = smaller(larger(seq.window.key_begin(i) - j, 0), n);
@@ -80,13 +87,14 @@ template <class R> struct Scorer {
 
     ATTNLIB_INLINE void hide(int64_t i, int64_t j, int64_t begin, int64_t end, int64_t n, R* s) const {
         if (p.mask.present()) hide_masked(i, j, begin, end, s);
-        if (p.block_mask.present()) hide_blocks(i, j, begin, end, s);
+        if (!exact) hide_blocks(i, j, begin, end, s);
         for (int64_t c = 0; c < begin; ++c) s[c] = -infinity<R>;
         for (int64_t c = end; c < n; ++c) s[c] = -infinity<R>;
     }
 
     // Whether query i sees key j: a score of 0 stays above -inf.
     bool sees(int64_t i, int64_t j) const {
+        if (p.block_mask.present() && !block_seen(i / p.mask_block_q, j / p.mask_block_k)) return false;
         alignas(64) R s[lanes<R>] = {};
         row(i, j, lanes<R>, j + 1, s, nullptr);
         return s[0] != -infinity<R>;
@@ -132,24 +140,51 @@ template <class R> struct Scorer {
         }
     }
 
-    // One past the last row of the strip that begins at row i: strips do not cross rows of the block mask.
-    ATTNLIB_INLINE int64_t strip_end(int64_t i, int64_t end) const {
-        end = smaller(end, i + kRows);
+    // One past the last row (key) that shares its row (column) of the block mask with i (j).
+    ATTNLIB_INLINE int64_t mask_row_end(int64_t i, int64_t end) const {
         return p.block_mask.present() ? smaller(end, (i / p.mask_block_q + 1) * p.mask_block_q) : end;
     }
-    ATTNLIB_INLINE int64_t key_strip_end(int64_t j, int64_t end) const {
-        end = smaller(end, j + kRows);
+    ATTNLIB_INLINE int64_t mask_column_end(int64_t j, int64_t end) const {
         return p.block_mask.present() ? smaller(end, (j / p.mask_block_k + 1) * p.mask_block_k) : end;
+    }
+    // f(begin, end, count) for the strips of rows [i0, i1), which do not cross rows of the block mask; their columns that
+    // need work are then the first `count` runs.
+    template <class F> ATTNLIB_INLINE void strips(int64_t i0, int64_t i1, int64_t j0, int64_t j1, Run* runs, F f) const {
+        const bool same = open(i0, i1, j0, j1);
+        for (int64_t i = i0; i < i1;) {
+            const int64_t last = mask_row_end(i, i1);
+            int64_t count = same ? column_runs(i, last, j0, j1, runs) : 0;
+            for (; i < last; i = smaller(last, i + kRows)) {
+                const int64_t end = smaller(last, i + kRows);
+                if (!same) count = column_runs(i, end, j0, j1, runs);
+                if (count > 0) f(i, end, count);
+            }
+        }
+    }
+    // The same for strips of keys [j0, j1) and their runs of rows, in multiples of grain.
+    template <class F>
+    ATTNLIB_INLINE void key_strips(int64_t j0, int64_t j1, int64_t i0, int64_t i1, int64_t grain, Run* runs, F f) const {
+        const bool same = open(i0, i1, j0, j1);
+        for (int64_t j = j0; j < j1;) {
+            const int64_t last = mask_column_end(j, j1);
+            int64_t count = same ? row_runs(j, last, i0, i1, grain, runs) : 0;
+            for (; j < last; j = smaller(last, j + kRows)) {
+                const int64_t end = smaller(last, j + kRows);
+                if (!same) count = row_runs(j, end, i0, i1, grain, runs);
+                if (count > 0) f(j, end, count);
+            }
+        }
     }
 
     // Columns of keys [j0, j1) that rows [i0, i1) of one strip may see, relative to j0, in whole vectors.
     int64_t column_runs(int64_t i0, int64_t i1, int64_t j0, int64_t j1, Run* runs) const {
         const int64_t a = larger(j0, seq.window.key_begin(i0)), b = smaller(j1, seq.window.key_end(i1 - 1));
         if (!p.block_mask.present()) return a < b ? append(runs, 0, a - j0, b - j0, lanes<R>) : 0;
+        const int64_t row = i0 / p.mask_block_q;
         int64_t count = 0;
-        for (int64_t j = a; j < b;) {
-            const int64_t block = j / p.mask_block_k, stop = smaller((block + 1) * p.mask_block_k, b);
-            if (block_seen(i0 / p.mask_block_q, block)) count = append(runs, count, j - j0, stop - j0, lanes<R>);
+        for (int64_t j = a, block = a / p.mask_block_k; j < b; ++block) {
+            const int64_t stop = smaller((block + 1) * p.mask_block_k, b);
+            if (block_seen(row, block)) count = append(runs, count, j - j0, stop - j0, lanes<R>);
             j = stop;
         }
         return count;
@@ -158,10 +193,11 @@ template <class R> struct Scorer {
     int64_t row_runs(int64_t j0, int64_t j1, int64_t i0, int64_t i1, int64_t grain, Run* runs) const {
         const int64_t a = larger(i0, seq.window.query_begin(j0)), b = smaller(i1, seq.window.query_end(j1 - 1));
         if (!p.block_mask.present()) return a < b ? append(runs, 0, a - i0, b - i0, grain) : 0;
+        const int64_t column = j0 / p.mask_block_k;
         int64_t count = 0;
-        for (int64_t i = a; i < b;) {
-            const int64_t block = i / p.mask_block_q, stop = smaller((block + 1) * p.mask_block_q, b);
-            if (block_seen(block, j0 / p.mask_block_k)) count = append(runs, count, i - i0, stop - i0, grain);
+        for (int64_t i = a, block = a / p.mask_block_q; i < b; ++block) {
+            const int64_t stop = smaller((block + 1) * p.mask_block_q, b);
+            if (block_seen(block, column)) count = append(runs, count, i - i0, stop - i0, grain);
             i = stop;
         }
         return count;

@@ -16,8 +16,8 @@
 // One block-wide barrier a step: dQ of a step is computed in the next one, when everyone's dS is there, and hides that
 // step's exponentials; P and dS for dV and dK pass between the warps_q warps of the same keys alone.
 //
-// Row statistics come from delta.cuh, padded to whole tiles: (lse * log2 e, delta), or (m, log2 l, delta, 0) with a bias;
-// rows that are no queries or see nothing have +inf in front, which makes P zero.
+// Row statistics come from gradient.cuh, padded to whole tiles: (lse * log2 e, delta), (m, log2 l, delta, 0) with a bias, or
+// (lse, 0, delta, 0) in split float32; rows that are no queries or see nothing have +inf in front, which makes P zero.
 // deterministic: blocks take a ticket and add to a query tile in a fixed order.
 #pragma once
 
@@ -166,7 +166,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         float dq[T::MQ][T::C][4];
         clear(dq);
         const int dq_row = warp % T::dq_rows, dq_column = warp / T::dq_rows;
-        const uint32_t ds_by_k = T::STile::by_k(base + T::ds_at + buffer * T::STile::bytes, lane, true), k_by_k = T::KTile::by_k(base, lane, false);
+        const uint32_t ds_by_k = T::STile::by_k(base + T::ds_at + buffer * T::STile::bytes, lane, true, false), k_by_k = T::KTile::by_k(base, lane, false, false);
         accumulate<atom, T::MQ, T::C, block_k / atom::k, true>(dq, [&](int m, int k) { return T::STile::load_a_by_k(ds_by_k, k * atom::k, dq_row * T::MQ + m, lane); },
             [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { T::KTile::template load_b_by_k<false>(b0, b1, k_by_k, k * atom::k, (dq_column * T::CQ + part_of_columns * T::C + c) / 2, lane); });
         float* sum = address<float>(ptx::ld_shared_b64(base + T::parked + 24)) + (at.head * p.row_tiles + at.tile) * T::dq_floats + warp * (T::dq_floats / T::warps);
@@ -275,7 +275,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         {
             const uint32_t q_lane = T::QTile::by_chunk(q_at + column0 * T::QTile::pitch, lane);
             const uint32_t o_lane = T::OTile::by_chunk(o_at + column0 * T::OTile::pitch, lane);
-            accumulate<atom, M, N, T::head_dim / atom::k, true>(s, [&](int m, int k) { return T::KTile::load_a(k_lane, 16 * m, k); },
+            accumulate<atom, M, N, T::head_dim / atom::k, true, true>(s, [&](int m, int k) { return T::KTile::load_a(k_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::QTile::load_b(b0, b1, q_lane, 8 * n, k); });
             if constexpr (Config::softcap) scorer.cap_scores(s, slope);
             scorer.template apply<true>(s, j0 + row0, i0 + column0, lane, state <= 0);
@@ -358,16 +358,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                     } else x = probability * (x - d);
                 }
         if constexpr (Config::bias_gradient) {
-            float* dbias = address<float>(p.dbias) + b * p.dbias_b + head * p.dbias_h;
-#pragma unroll
-            for (int m = 0; m < M; ++m)
-#pragma unroll
-                for (int n = 0; n < N; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const int j = j0 + row0 + 16 * m + (lane >> 2) + 8 * (e >> 1), i = i0 + column0 + 8 * n + 2 * (lane & 3) + (e & 1);
-                        if (i < scorer.i_end && j < scorer.j_end && dp[m][n][e] != 0.f) ptx::red_add_f32(dbias + i * p.dbias_i + j * p.dbias_j, dp[m][n][e]);
-                    }
+            add_bias_gradient<Config>(dp, address<float>(p.dbias) + b * p.dbias_b + head * p.dbias_h, p.dbias_i, p.dbias_j,
+                                      i0 + column0, j0 + row0, scorer.i_end, scorer.j_end, lane);
         }
         if constexpr (Config::softcap) {
 #pragma unroll
@@ -383,8 +375,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         // This warp's columns of dV and dK: in the address where they are whole groups of chunks, else in the index.
         constexpr bool whole_v = T::CV * 8 * atom::bytes % T::OTile::group == 0, whole_k = T::CK * 8 * atom::bytes % T::QTile::group == 0;
         const int first_v = whole_v ? 0 : warp_q * T::CV, first_k = whole_k ? 0 : warp_q * T::CK;
-        const uint32_t o_by_k = T::OTile::by_k(o_at, lane, false) + (whole_v ? warp_q * T::CV * 8 * atom::bytes : 0);
-        const uint32_t q_by_k = T::QTile::by_k(q_at, lane, false) + (whole_k ? warp_q * T::CK * 8 * atom::bytes : 0);
+        const uint32_t o_by_k = T::OTile::by_k(o_at, lane, false, true) + (whole_v ? warp_q * T::CV * 8 * atom::bytes : 0);
+        const uint32_t q_by_k = T::QTile::by_k(q_at, lane, false, true) + (whole_k ? warp_q * T::CK * 8 * atom::bytes : 0);
         const auto add_values = [&](int column, const auto& load_a) {   // of the queries from `column` on
             accumulate<atom, M, T::CV, 8 * N / atom::k>(dv, load_a, [&](typename atom::B& b0, typename atom::B& b1, int k, int c) {
                 T::OTile::template load_b_by_k<true>(b0, b1, o_by_k + column * T::OTile::pitch, k * atom::k, (first_v + c) / 2, lane); });
@@ -395,8 +387,8 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         };
         store_transposed<Config>(dp, ds_at, row0, column0, lane);
         if constexpr (T::warps_q > 1) store_transposed<Config>(s, p_at, row0, column0, lane);
-        add_values(column0, [&](int m, int k) { return atom::from_accumulators(s[m], k); });
-        add_keys(column0, [&](int m, int k) { return atom::from_accumulators(dp[m], k); });
+        add_values(column0, [&](int m, int k) { return atom::take_accumulators(s[m], k); });
+        add_keys(column0, [&](int m, int k) { return atom::take_accumulators(dp[m], k); });
         if constexpr (T::warps_q > 1) {
             ptx::bar_sync(1 + warp_k, 32 * T::warps_q);   // P and dS of these keys are complete
             const uint32_t p_lane = T::STile::by_row(p_at + row0 * T::STile::pitch, lane), ds_lane = T::STile::by_row(ds_at + row0 * T::STile::pitch, lane);

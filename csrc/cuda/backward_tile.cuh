@@ -55,6 +55,56 @@ __device__ __forceinline__ void store_transposed(const float (&x)[M][N][4], uint
             }
 }
 
+// A warp's transposed dS to the bias gradient, whose element (i, j) lies at i * stride_i + j * stride_j. Where the bias is
+// broadcast (stride 0) the warp sums first in split float32, as one long sum of single terms loses their low bits.
+template <class Config, int M, int N>
+__device__ __forceinline__ void add_bias_gradient(const float (&ds)[M][N][4], float* dbias, int64_t stride_i, int64_t stride_j,
+                                                  int i0, int j0, int i_end, int j_end, int lane) {
+    i0 += 2 * (lane & 3);
+    j0 += lane >> 2;
+    const auto add = [&](int i, int j, float x) {
+        if (i < i_end && j < j_end && x != 0.f) ptx::red_add_f32(dbias + i * stride_i + j * stride_j, x);
+    };
+    const auto across = [](float x, int first, int last) {   // sum over the lanes that differ in bits first .. last
+        for (int step = first; step <= last; step *= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
+        return x;
+    };
+    if (!Atom<Config>::split || (stride_i != 0 && stride_j != 0)) {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) add(i0 + 8 * n + (e & 1), j0 + 16 * m + 8 * (e >> 1), ds[m][n][e]);
+    } else if (stride_j != 0) {   // one sum a key
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float sum = 0.f;
+#pragma unroll
+                for (int n = 0; n < N; ++n) sum += ds[m][n][2 * r] + ds[m][n][2 * r + 1];
+                sum = across(sum, 1, 2);
+                if ((lane & 3) == 0) add(i0, j0 + 16 * m + 8 * r, sum);
+            }
+    } else {   // one sum a query, or one in all
+        float all = 0.f;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float sum = 0.f;
+#pragma unroll
+                for (int m = 0; m < M; ++m) sum += ds[m][n][e] + ds[m][n][e + 2];
+                sum = across(sum, 4, 16);
+                if (stride_i != 0 && lane < 4) add(i0 + 8 * n + e, j0, sum);
+                all += sum;
+            }
+        all = across(all, 1, 2);
+        if (stride_i == 0 && lane == 0) add(i0, j0, all);
+    }
+}
+
 // Accumulators of dK or dV to global memory through their tile of shared memory: rows of this block's keys.
 template <class Config, class KeyTile, int dim, int M, int C>
 __device__ __forceinline__ void write_keys(const float (&acc)[M][C][4], float scale, uint32_t tile, int row, int column,

@@ -23,7 +23,7 @@ __device__ __forceinline__ void bias_gradient_kernel(const BiasGradientParams& p
     index /= p.size_i;
     const int eh = static_cast<int>(index % p.size_h), eb = static_cast<int>(index / p.size_h);
     const uint64_t seed = Config::dropout ? static_cast<uint64_t>(*address<const int64_t>(p.seed)) : 0;
-    float sum = 0.f;
+    float sum = 0.f;   // of sums over one query each: terms of about one size are added
     for (int b = p.size_b == 1 ? 0 : eb; b < (p.size_b == 1 ? p.batch : eb + 1); ++b) {
         const Sequence seq = sequence_of<Config>(p, b);
         const Window window = window_of<Config>(p, seq);
@@ -40,6 +40,7 @@ __device__ __forceinline__ void bias_gradient_kernel(const BiasGradientParams& p
                 const float* row = address<const float>(p.rows) + ((h * p.row_tiles + tile0) * Config::block_q + i) * row_floats;
                 const int j_begin = p.size_j == 1 ? static_cast<int>(window.key_begin(i)) : ej;
                 const int j_end = min(p.size_j == 1 ? static_cast<int>(window.key_end(i)) : ej + 1, scorer.j_end);
+                float part = 0.f;
                 for (int j = j_begin; j < j_end; ++j) {
                     if (!window.sees(i, j)) continue;
                     float x = 0.f, dp = 0.f;
@@ -54,8 +55,9 @@ __device__ __forceinline__ void bias_gradient_kernel(const BiasGradientParams& p
                     const float probability = ptx::ex2_approx(fmaf(s - row[0], log2e, -row[1]));
                     if constexpr (Config::dropout)
                         dp = dropout_keeps(dropout_words(seed, b, h, i & ~8, j & ~24), i, j, p.dropout_threshold) ? dp * p.keep_scale : 0.f;
-                    if (s != -infinity) sum += probability * (dp - row[2]);
+                    if (s != -infinity) part += probability * (dp - row[2]);
                 }
+                sum += part;
             }
         }
     }

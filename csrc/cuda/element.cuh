@@ -3,7 +3,7 @@
 // Every kernel steps through a product 32 bytes of k at a time: 16 half-type elements (one m16n8k16) or 8 float32
 // (m16n8k8 tf32), so addresses, fragments and loops are the same for all types. Accumulator c of an m16n8 tile:
 // c[0], c[1] at (row l/4, columns 2(l%4), +1), c[2], c[3] eight rows below. float32 without tf32 splits each operand
-// into two tf32 numbers and adds three products, smallest first.
+// into two tf32 numbers and adds three products, smallest first (product.cuh).
 #pragma once
 
 #include "ptx/ldmatrix.cuh"
@@ -13,6 +13,8 @@
 #include "types.h"
 
 namespace attnlib {
+
+constexpr float infinity = __builtin_bit_cast(float, 0x7F800000);
 
 struct half { uint16_t bits; };
 struct bfloat16 { uint16_t bits; };
@@ -54,7 +56,7 @@ struct Atom {
 
     __device__ __forceinline__ static void divide(uint32_t raw, uint32_t& hi, uint32_t& lo) {
         hi = ptx::cvt_tf32(__uint_as_float(raw));
-        if constexpr (split) lo = ptx::cvt_tf32(__uint_as_float(raw) - __uint_as_float(hi));
+        if constexpr (split) lo = __float_as_uint(__uint_as_float(raw) - __uint_as_float(hi));   // 12 bits, of which mma takes 11
     }
     __device__ __forceinline__ static void prepare(A& a) {
         if constexpr (wide)
@@ -67,10 +69,6 @@ struct Atom {
 
     __device__ __forceinline__ static void mma(float (&c)[4], const A& a, const B& b) {
         if constexpr (wide) {
-            if constexpr (split) {
-                ptx::mma_m16n8k8_tf32(c, a.lo, b.hi[0], b.hi[1]);
-                ptx::mma_m16n8k8_tf32(c, a.hi, b.lo[0], b.lo[1]);
-            }
             ptx::mma_m16n8k8_tf32(c, a.hi, b.hi[0], b.hi[1]);
         } else if constexpr (Config::arch < 80) {
             ptx::mma_m16n8k8_f16(c, a.hi[0], a.hi[1], b.hi[0]);
@@ -80,6 +78,14 @@ struct Atom {
         } else {
             ptx::mma_m16n8k16_bf16(c, a.hi, b.hi[0], b.hi[1]);
         }
+    }
+
+    // The two products with a low part, of A first; mirrored: of B first, which is the same sum with A and B exchanged.
+    template <bool mirrored>
+    __device__ __forceinline__ static void mma_low(float (&c)[4], const A& a, const B& b) {
+        if constexpr (mirrored) ptx::mma_m16n8k8_tf32(c, a.hi, b.lo[0], b.lo[1]);
+        ptx::mma_m16n8k8_tf32(c, a.lo, b.hi[0], b.hi[1]);
+        if constexpr (!mirrored) ptx::mma_m16n8k8_tf32(c, a.hi, b.lo[0], b.lo[1]);
     }
 
     // Accumulator tiles as the A operand of a second product; in float32 the order of k becomes (0, 2, 4, 6, 1, 3, 5, 7),
@@ -98,6 +104,19 @@ struct Atom {
             a.hi[1] = pack<Config>(c[2 * step][2], c[2 * step][3]);
             a.hi[2] = pack<Config>(c[2 * step + 1][0], c[2 * step + 1][1]);
             a.hi[3] = pack<Config>(c[2 * step + 1][2], c[2 * step + 1][3]);
+        }
+        return a;
+    }
+    // The same for steps in ascending order, each taken once. Split float32 moves the tiles along, as its loop over steps
+    // is kept (product.cuh) and registers have no index.
+    template <int tiles>
+    __device__ __forceinline__ static A take_accumulators(float (&c)[tiles][4], int step) {
+        const A a = from_accumulators(c, split ? 0 : step);
+        if constexpr (split) {
+#pragma unroll
+            for (int n = 0; n + 1 < tiles; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) c[n][e] = c[n + 1][e];
         }
         return a;
     }

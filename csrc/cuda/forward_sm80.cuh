@@ -20,7 +20,7 @@
 namespace attnlib {
 
 template <class Config>
-__device__ __forceinline__ void write_rows(const ForwardParams& p, ForwardTile<Config>& t, const Work<Config>& work, uint32_t base);
+__device__ __forceinline__ void write_rows(const ForwardParams& p, ForwardTile<Config>& t, const Work<Config, ForwardTile<Config>::block_q>& work, uint32_t base);
 
 template <class Config>
 __device__ __forceinline__ void kernel(const ForwardParams& p) {
@@ -32,7 +32,8 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
     const int warp_m = warp / T::warps_n, warp_n = warp % T::warps_n;
 
-    const Work<Config> work(p);
+    using Mine = Work<Config, T::block_q>;
+    const Mine work(p, ptx::opaque_block());
     if (work.idle) return;
     const Sequence& seq = work.seq;
     const int b = seq.index, group = work.group, head = work.head, i0 = work.i0, i1 = work.i1;
@@ -113,7 +114,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     const int row0 = warp_m * 16 * M;   // the warp's first row of the tile
     const uint32_t q_lane = T::QTile::by_row(base + row0 * T::QTile::pitch, lane);
     const uint32_t k_lane = T::KTile::by_chunk(base + T::k_at + warp_n * T::keys * T::KTile::pitch, lane);
-    const uint32_t v_lane = T::VTile::by_k(base + T::v_at, lane, false) + warp_n * T::columns * static_cast<int>(sizeof(element));
+    const uint32_t v_lane = T::VTile::by_k(base + T::v_at, lane, false, true) + warp_n * T::columns * static_cast<int>(sizeof(element));
     const Partner<Config> partner{base, lane, warp_m, warp_n};
     const auto share = [&](float (&top)[M][2]) { partner.reduce(top, [](float x, float y) { return fmaxf(x, y); }); };
     const auto seed_again = [&] { return Config::dropout ? static_cast<uint64_t>(*address<const volatile int64_t>(p.seed)) : 0; };
@@ -199,12 +200,12 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
 
     wait<Config, 0>();
     __syncthreads();   // out is staged over q
-    write_rows(p, t, Work<Config>(p), base);
+    write_rows(p, t, Mine(p, ptx::opaque_block()), base);
 }
 
 // Epilogue: out = O / l through shared memory, lse, (m, l); split: float32 partials.
 template <class Config>
-__device__ __forceinline__ void write_rows(const ForwardParams& p, ForwardTile<Config>& t, const Work<Config>& work, uint32_t base) {
+__device__ __forceinline__ void write_rows(const ForwardParams& p, ForwardTile<Config>& t, const Work<Config, ForwardTile<Config>::block_q>& work, uint32_t base) {
     using T = ForwardTile<Config>;
     using atom = typename T::atom;
     using element = typename Config::element;

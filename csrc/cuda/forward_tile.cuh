@@ -5,6 +5,7 @@
 #include "product.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
+#include "work.cuh"
 
 namespace attnlib {
 
@@ -61,9 +62,9 @@ struct ForwardTile {
     }
 
     // O += P V
-    __device__ __forceinline__ void add_values(const float (&p)[M][N][4], const Packed& packed, uint32_t v_lane, int lane) {
+    __device__ __forceinline__ void add_values(float (&p)[M][N][4], const Packed& packed, uint32_t v_lane, int lane) {
         accumulate<atom, M, C, key_steps>(acc,
-            [&](int m, int k) { return atom::wide ? atom::from_accumulators(p[m], k) : packed.a[atom::wide ? 0 : m][atom::wide ? 0 : k]; },
+            [&](int m, int k) { return atom::wide ? atom::take_accumulators(p[m], k) : packed.a[atom::wide ? 0 : m][atom::wide ? 0 : k]; },
             [&](typename atom::B& b0, typename atom::B& b1, int k, int c) { VTile::template load_b_by_k<true>(b0, b1, v_lane, k * atom::k, c / 2, lane); });
     }
 };
@@ -148,44 +149,6 @@ struct KeyTiles {
     __device__ __forceinline__ bool needs_check(int tile) const {
         if constexpr (!Config::block_mask) return false;
         return tile >= covered || !(whole[tile >> 5] >> (tile & 31) & 1);
-    }
-};
-
-// Which rows a block owns. Heads within a section stay together; causal tiles go longest first. Located twice, before the
-// main loop and after it, so that nothing of it stays in registers in between.
-template <class Config>
-struct Work {
-    using T = ForwardTile<Config>;
-    Sequence seq;
-    int group, head, head_kv;     // rows a query has in the tile; first query head; key/value head
-    int i0, i1, rows;             // queries [i0, i1); rows of the tile in use
-    bool idle;
-
-    __device__ __forceinline__ explicit Work(const ForwardParams& p) {
-        const int block = ptx::opaque_block();
-        group = Config::pack ? p.heads_q / p.heads_kv : 1;
-        const int heads = Config::pack ? p.heads_kv : p.heads_q;
-        const int per_tile = Config::pack ? T::block_q / group : T::block_q;
-        const int units = heads * (Config::packed ? 1 : p.batch);
-        const int section = block / (p.tiles * p.section), rest = block - section * p.tiles * p.section;
-        const int width = min(p.section, units - section * p.section);
-        int tile = rest / width, unit = section * p.section + rest - tile * width, b = 0;
-        if (Config::right) tile = p.tiles - 1 - tile;
-        idle = false;
-        if constexpr (Config::packed) {
-            int within;
-            idle = !find_packed_tile<Config>(address<const int>(p.cu_q), p.batch, p.total_q, per_tile, tile, b, within);
-            tile = within;
-        } else {
-            b = unit / heads;
-            unit -= b * heads;
-        }
-        seq = sequence_of<Config>(p, b);
-        head = Config::pack ? unit * group : unit;
-        head_kv = Config::pack ? unit : Config::fault == head_mod ? unit % p.heads_kv : unit / (p.heads_q / p.heads_kv);
-        i0 = tile * per_tile;
-        i1 = min(i0 + per_tile, seq.q_len);
-        rows = Config::pack ? per_tile * group : T::block_q;
     }
 };
 

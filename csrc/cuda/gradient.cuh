@@ -59,8 +59,8 @@ __device__ __forceinline__ void delta_kernel(const DeltaParams& p) {
             if (lse != -infinity) {
                 if (p.dlse) sum -= address<const float>(p.dlse)[b * p.dlse_b * !Config::packed + head * p.dlse_h + (first + i) * p.dlse_i];
                 delta = sum;
-                shift = lse * log2e;
-                if constexpr (Config::natural) {
+                shift = Config::natural ? lse : lse * log2e;
+                if (Config::natural && p.stats) {
                     shift = address<const float>(p.stats)[at];
                     const float l = address<const float>(p.stats)[p.stats_l + at];
                     factor = log2f(l);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void delta_kernel(const DeltaParams& p) {
 template <class Config>
 __device__ __forceinline__ void query_gradient_kernel(const QueryGradientParams& p) {
     using element = typename Config::element;
-    constexpr int block_q = Config::block_q, head_dim = (Config::head_dim + 31) / 32 * 32, warps = Config::main_warps;
+    constexpr int block_q = Config::block_q, head_dim = Config::dq_columns, warps = Config::main_warps;
     constexpr int MQ = block_q / 16 / Config::dq_warps, CQ = head_dim / 8 / (warps / Config::dq_warps), per_warp = block_q * head_dim / warps;
     const int head = blockIdx.y, tile = blockIdx.x;
     const float* sum = address<const float>(p.dq_sum) + (head * p.row_tiles + tile) * (block_q * head_dim);

@@ -2,6 +2,7 @@
 // Addresses are uint64_t; strides are in elements. *_b, *_i, *_j, *_h: sequence, query, key, head.
 #pragma once
 
+#include "ptx/hopper.cuh"
 #include "types.h"
 
 namespace attnlib {
@@ -20,6 +21,13 @@ struct ForwardParams {
     int32_t tiles, section, splits;
 };
 static_assert(sizeof(ForwardParams) == 448, "params.py and params.cuh differ");
+
+struct ForwardMapsParams {   // forward_sm90.cuh: maps of [batch, head, row, column]
+    ptx::TensorMap q, k, v, out;
+    ForwardParams problem;
+    uint64_t ticket;   // int32 in global memory, 0 before and after a launch; 0: tiles go round robin
+};
+static_assert(sizeof(ForwardMapsParams) == 1024, "params.py and params.cuh differ");
 
 struct CombineParams {
     uint64_t out, lse, stats, sinks, partial_out, partial_lse, q_lens, cu_q;
@@ -52,6 +60,12 @@ struct BackwardParams {
     int32_t tiles, key_tiles, section, rotate;
 };
 static_assert(sizeof(BackwardParams) == 568, "params.py and params.cuh differ");
+
+struct BackwardMapsParams {   // backward_sm90.cuh
+    ptx::TensorMap q, k, v, dout;
+    BackwardParams problem;
+};
+static_assert(sizeof(BackwardMapsParams) == 1088, "params.py and params.cuh differ");
 
 struct DeltaParams {
     uint64_t out, dout, lse, stats, dlse, rows, dq_sum, q_lens, cu_q;

@@ -14,11 +14,10 @@
 namespace attnlib {
 
 constexpr float log2e = 1.4426950408889634f, ln2 = 0.6931471805599453f;
-constexpr float infinity = __builtin_bit_cast(float, 0x7F800000);
 
 // Faults that tests compile in to see them caught; 0 is none.
 enum Fault { no_fault, no_rescale, ignore_window_left, drop_last_partial_key_block, head_mod, skip_delta,
-             dropout_ignores_head, leak_past_kv_len, scaled_dv, scaled_scores };
+             dropout_ignores_head, leak_past_kv_len, scaled_dv, scaled_scores, no_recompute };
 
 template <class T>
 __device__ __forceinline__ T* address(uint64_t value) { return reinterpret_cast<T*>(value); }
@@ -118,12 +117,14 @@ __device__ __forceinline__ float tanh_exact(float x) {
     return a < 0.4f ? near : copysignf(far, x);
 }
 
-// Scores are kept in units of log 2 (plain and softcap) or natural (bias, ALiBi: m is subtracted before the units change).
+// Scores are kept in units of log 2 (plain and softcap) or natural (bias, ALiBi, split float32: m is subtracted before the
+// units change). exact: backward finds the forward's s bit for bit, so where and what is rounded is not left to the compiler.
 template <class Config>
 struct Scorer {
-    static constexpr bool natural = Config::alibi || Config::has_bias;
-    static constexpr bool lookups = natural || Config::mask || Config::block_mask;
-    static constexpr bool raw = !lookups && !Config::softcap;   // scores stay q . k; the exponent's FMA scales them
+    static constexpr bool exact = Atom<Config>::split;
+    static constexpr bool natural = Config::alibi || Config::has_bias || exact;
+    static constexpr bool lookups = Config::alibi || Config::has_bias || Config::mask || Config::block_mask;
+    static constexpr bool raw = !lookups && !Config::softcap && !exact;   // scores stay q . k; the exponent's FMA scales them
     static constexpr float unit = natural ? log2e : 1.f;
 
     float scale;               // x -> s, or x -> argument of tanh
@@ -184,13 +185,24 @@ struct Scorer {
 
     template <bool capped>
     __device__ __forceinline__ float one(float x, int i, int j, bool check_blocks) const {
-        if constexpr (Config::softcap) x = capped ? x : cap * tanh_exact(x * scale);
-        else if constexpr (!raw) x *= scale;
+        constexpr bool fused = exact && Config::has_bias && !Config::alibi && !Config::softcap;   // one rounding beside a large bias
+        if constexpr (Config::softcap) x = capped ? x : capped_score(tanh_exact(x * scale));
+        else if constexpr (exact && !fused) x = __fmul_rn(x, scale);
+        else if constexpr (!raw && !fused) x *= scale;
         if constexpr (lookups) {
             const bool inside = i < i_end && j < j_end;
-            if constexpr (Config::alibi) x -= slope * fabsf(static_cast<float>(i + position - j));
+            if constexpr (Config::alibi) {
+                const float distance = fabsf(static_cast<float>(i + position - j));
+                if constexpr (exact) x = fmaf(-slope, distance, x);
+                else x -= slope * distance;
+            }
             if constexpr (Config::has_bias)
-                if (inside) x += to_float(bias[i * bias_i + j * bias_j]);
+                if (inside) {
+                    const float added = to_float(bias[i * bias_i + j * bias_j]);
+                    if constexpr (fused) x = fmaf(x, scale, added);
+                    else if constexpr (exact) x = __fadd_rn(x, added);
+                    else x += added;
+                }
             if constexpr (Config::mask)
                 if (inside && mask[i * mask_i + j * mask_j] == 0) x = -infinity;
             if constexpr (Config::block_mask)
@@ -198,6 +210,8 @@ struct Scorer {
         }
         return x;
     }
+
+    __device__ __forceinline__ float capped_score(float t) const { return exact ? __fmul_rn(cap, t) : cap * t; }
 
     // x -> s for a whole tile. group: rows a query has (grouped heads share a tile in decode).
     template <bool transposed, int M, int N>
@@ -242,7 +256,7 @@ struct Scorer {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float t = tanh_exact(x[m][n][e] * scale);
-                    x[m][n][e] = cap * t;
+                    x[m][n][e] = capped_score(t);
                     derivative[m][n][e] = 1.f - t * t;
                 }
     }

@@ -40,16 +40,17 @@ struct SoftmaxState {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float shift = reference[m][r] + headroom;
-                added[m][r] = 0.f;
+                float chains[2] = {0.f, 0.f};   // two: the sum must not be what takes longest
 #pragma unroll
                 for (int n = 0; n < N; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
                         float& x = s[m][n][2 * r + e];
                         x = ptx::ex2_approx(Scorer<Config>::raw ? fmaf(x, scale, -shift) : x - shift);
-                        added[m][r] += x;
+                        chains[e] += x;
                     }
-                fits = fits && added[m][r] < limit;
+                added[m][r] = chains[0] + chains[1];
+                fits = fits && (added[m][r] < limit || Config::fault == no_recompute);
             }
             done(m);
         }
@@ -70,7 +71,7 @@ struct SoftmaxState {
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 raise(s[m], top[m], m);
-                settle(s[m], acc[m], top[m], m);
+                settle_all(s[m], acc[m], top[m], m);
                 done(m);
             }
         } else {
@@ -79,7 +80,7 @@ struct SoftmaxState {
             share(top);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
-                settle(s[m], acc[m], top[m], m);
+                settle_all(s[m], acc[m], top[m], m);
                 done(m);
             }
         }
@@ -97,15 +98,15 @@ struct SoftmaxState {
             top[r] = fmaxf(top[r], __shfl_xor_sync(0xFFFFFFFFu, top[r], 2));
         }
     }
-    // s -> p beneath the new maximum; acc and l follow it.
-    template <int N, int C>
-    __device__ __forceinline__ void settle(float (&s)[N][4], float (&acc)[C][4], const float (&top)[2], int m) {
+    // s -> p beneath the new maximum; l follows it, and acc must be multiplied by the correction.
+    template <int N>
+    __device__ __forceinline__ void settle(float (&s)[N][4], float (&correction)[2], const float (&top)[2], int m) {
         constexpr float unit = Scorer<Config>::unit;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float base = top[r] == -infinity ? 0.f : top[r];
-            float correction = ptx::ex2_approx((reference[m][r] - base) * unit);
-            if constexpr (Config::fault == no_rescale) correction = 1.f;
+            correction[r] = ptx::ex2_approx((reference[m][r] - base) * unit);
+            if constexpr (Config::fault == no_rescale) correction[r] = 1.f;
             reference[m][r] = top[r];
             float added = 0.f;
 #pragma unroll
@@ -116,13 +117,21 @@ struct SoftmaxState {
                     x = ptx::ex2_approx((x - base) * unit - headroom);
                     added += x;
                 }
-            sum[m][r] = sum[m][r] * correction + added;
-#pragma unroll
-            for (int c = 0; c < C; ++c) {
-                acc[c][2 * r] *= correction;
-                acc[c][2 * r + 1] *= correction;
-            }
+            sum[m][r] = sum[m][r] * correction[r] + added;
         }
+    }
+    template <int N, int C>
+    __device__ __forceinline__ void settle_all(float (&s)[N][4], float (&acc)[C][4], const float (&top)[2], int m) {
+        float correction[2];
+        settle(s, correction, top, m);
+        rescale(acc, correction);
+    }
+    template <int C>
+    __device__ __forceinline__ static void rescale(float (&acc)[C][4], const float (&correction)[2]) {
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc[c][e] *= correction[e >> 1];
     }
 
     __device__ __forceinline__ void add_threads() {   // sum over the four threads of a row

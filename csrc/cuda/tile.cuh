@@ -71,16 +71,21 @@ struct Tile {
         atom::prepare(b0);
         atom::prepare(b1);
     }
-    // Two B [k, 8] from [k][n]: k rows row.., columns 16 * pair.. and + 8. Lane address: by_row (float32: base).
+    // float32 has no transposing ldmatrix: element (row + k, 8 * column + lane / 4), where k is lane % 4, plus 4 if `second`;
+    // permuted: 2 * (lane % 4), plus 1. Few xors of one lane address serve all; row is a multiple of 8.
+    template <bool permuted>
+    __device__ __forceinline__ static uint32_t at_k(uint32_t lane_address, int row, int column, bool second) {
+        const int beside = permuted ? 1 : 4;
+        return (lane_address ^ ((column & 3) * 32 ^ (second ? beside * 16 : 0))) + (row + (second ? beside : 0)) * pitch + column / 4 * 128;
+    }
+    // Two B [k, 8] from [k][n]: k rows row.., columns 16 * pair.. and + 8. Lane address: by_k.
     template <bool permuted>
     __device__ __forceinline__ static void load_b_by_k(typename atom::B& b0, typename atom::B& b1, uint32_t lane_address, int row, int pair, int lane) {
         if constexpr (atom::wide) {
-            const int k = lane & 3, n = 16 * pair + (lane >> 2);
-            const int k0 = row + (permuted ? 2 * k : k), k1 = row + (permuted ? 2 * k + 1 : k + 4);
-            b0.hi[0] = ptx::ld_shared_b32(lane_address + offset(k0, n));
-            b0.hi[1] = ptx::ld_shared_b32(lane_address + offset(k1, n));
-            b1.hi[0] = ptx::ld_shared_b32(lane_address + offset(k0, n + 8));
-            b1.hi[1] = ptx::ld_shared_b32(lane_address + offset(k1, n + 8));
+            b0.hi[0] = ptx::ld_shared_b32(at_k<permuted>(lane_address, row, 2 * pair, false));
+            b0.hi[1] = ptx::ld_shared_b32(at_k<permuted>(lane_address, row, 2 * pair, true));
+            b1.hi[0] = ptx::ld_shared_b32(at_k<permuted>(lane_address, row, 2 * pair + 1, false));
+            b1.hi[1] = ptx::ld_shared_b32(at_k<permuted>(lane_address, row, 2 * pair + 1, true));
             atom::prepare(b0);
             atom::prepare(b1);
         } else {
@@ -89,24 +94,27 @@ struct Tile {
             b0.hi[0] = r[0]; b0.hi[1] = r[1]; b1.hi[0] = r[2]; b1.hi[1] = r[3];
         }
     }
-    // A [16, k] from [k][m]: k rows row.., m columns 16 * column... Lane address: by_chunk (float32: base).
+    // A [16, k] from [k][m]: k rows row.., m columns 16 * column... Lane address: by_k.
     __device__ __forceinline__ static typename atom::A load_a_by_k(uint32_t lane_address, int row, int column, int lane) {
         typename atom::A a;
         if constexpr (atom::wide) {
-            const int k = row + (lane & 3), m = 16 * column + (lane >> 2);
-            a.hi[0] = ptx::ld_shared_b32(lane_address + offset(k, m));
-            a.hi[1] = ptx::ld_shared_b32(lane_address + offset(k, m + 8));
-            a.hi[2] = ptx::ld_shared_b32(lane_address + offset(k + 4, m));
-            a.hi[3] = ptx::ld_shared_b32(lane_address + offset(k + 4, m + 8));
+            a.hi[0] = ptx::ld_shared_b32(at_k<false>(lane_address, row, 2 * column, false));
+            a.hi[1] = ptx::ld_shared_b32(at_k<false>(lane_address, row, 2 * column + 1, false));
+            a.hi[2] = ptx::ld_shared_b32(at_k<false>(lane_address, row, 2 * column, true));
+            a.hi[3] = ptx::ld_shared_b32(at_k<false>(lane_address, row, 2 * column + 1, true));
             atom::prepare(a);
         } else {
             ptx::ldmatrix_x4_trans(a.hi, at(lane_address, row, 2 * column));
         }
         return a;
     }
-    // Lane address for the two loads above.
-    __device__ __forceinline__ static uint32_t by_k(uint32_t base, int lane, bool for_a) {
-        return atom::wide ? base : for_a ? by_chunk(base, lane) : by_row(base, lane);
+    // Lane address for the two loads above. base: float32 needs a multiple of 128.
+    __device__ __forceinline__ static uint32_t by_k(uint32_t base, int lane, bool for_a, bool permuted) {
+        if constexpr (atom::wide) {
+            static_assert(group == 128, "rows are whole groups of eight chunks");
+            return base + offset(permuted ? 2 * (lane & 3) : lane & 3, lane >> 2);
+        }
+        return for_a ? by_chunk(base, lane) : by_row(base, lane);
     }
 };
 

@@ -1,0 +1,93 @@
+"""Prepared launches: of a kernel that takes one struct, and of those whose struct starts with tensor maps."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlib.problem import AttentionProblem, Tensors
+
+from . import device, jit, params
+
+
+@dataclass(frozen=True)
+class Step:
+    """A launch prepared for one problem: the struct is complete but for what tensors decide."""
+
+    kernel: jit.LoadedKernel
+    layout: params.ParamsLayout
+    values: dict[str, Any]
+    grid: tuple[int, int, int]
+    shared: int
+
+    def launch(
+        self, values: dict[str, Any], stream: int, problem: AttentionProblem, grid: tuple[int, int, int] | None = None
+    ) -> None:
+        self.kernel.launch(grid or self.grid, stream, self.layout.filled(values), self.shared, problem=problem)
+
+    def run(self, values: dict[str, Any], stream: int, problem: AttentionProblem, t: Tensors) -> None:
+        """As launch; t: what the maps of a MappedStep are of."""
+        self.launch(values, stream, problem)
+
+
+@dataclass(frozen=True)
+class MappedStep(Step):
+    """boxes: fields of Tensors and the rows that one copy moves. size: bytes of the whole struct. ticket: the device of
+    the ticket that hands out tiles, None where they go round robin."""
+
+    boxes: tuple[tuple[str, int], ...] = ()
+    size: int = 0
+    ticket: int | None = None
+
+    def run(self, values: dict[str, Any], stream: int, problem: AttentionProblem, t: Tensors) -> None:
+        maps = [operand_map(getattr(t, field), rows) for field, rows in self.boxes]
+        members = self.layout.filled(values)
+        if self.ticket is not None:
+            members += _ticket(self.ticket, stream).data_ptr().to_bytes(8, "little")
+        struct = params.with_maps(maps, members, self.size)
+        self.kernel.launch(self.grid, stream, struct, self.shared, problem=problem)
+
+
+_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+_SWIZZLE_128, _PROMOTE_256 = 3, 3
+
+
+@functools.lru_cache(512)
+def _map(type_code: int, address: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> bytes:
+    """The map of a [batch, row, head, column] operand, read or written `rows` rows and 64 columns at a time."""
+    batch, length, heads, columns = shape
+    over_batch, over_rows, over_heads, _ = strides
+    dims = [columns, length, heads, batch]
+    whole = 2 * columns * length * heads  # of a dimension of size 1, any stride will do
+    across = [
+        2 * n if size > 1 else whole for n, size in zip((over_rows, over_heads, over_batch), dims[1:], strict=True)
+    ]
+    box = [64, rows, 1, 1]
+    found: bytes = device.host().encode_tiled(
+        type_code, address, dims, across, box, [], 0, _SWIZZLE_128, _PROMOTE_256, 0
+    )
+    return found
+
+
+def operand_map(tensor: torch.Tensor, rows: int) -> bytes:
+    """The tensor map of q, k, v, out or dout, [batch, row, head, column] or packed [row, head, column]."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    return _map(_TYPES[tensor.dtype], tensor.data_ptr(), shape, strides, rows)
+
+
+_tickets: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def _ticket(index: int, stream: int) -> torch.Tensor:
+    """A zero that the kernels of a stream, one after the other, count up and leave zero. A graph gets its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+    ticket = _tickets.get((index, stream))
+    if ticket is None:
+        ticket = _tickets[index, stream] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+    return ticket

@@ -1,0 +1,480 @@
+// Attention backward with wgmma, for sm_90a: float16 and bfloat16, everything that masks by position.
+//
+//   P = exp(s - lse);  dP = dO V^T;  dS = P (dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = scale dS K
+//
+// A block owns block_k keys of one key/value head and walks the query tiles that see them, for every query head of the
+// group; one thread of a warpgroup loads, two warpgroups compute. S and dP are kept transposed (keys along the rows). dQ is
+// added to a float32 workspace in fragment order (gradient.cuh undoes it). Two ways to share the work:
+//
+//   head dims to 128: 128 keys, 64 for each warpgroup. P and dS are the A operands of dV and dK as they are in registers; dS also
+//   goes through shared memory, as [query][key], where dQ wants it from both. The tensor cores' queue in a step j, and
+//   what runs beside it:
+//     S_j, dP_j | P = exp(S - lse)      dV_j | dS = P (dP - delta), stored      dQ_{j-1}, dK_j | dQ_{j-1} is added to memory
+//
+//   split, larger head dims: 64 keys, whose dK and dV take all registers: each warpgroup owns half of their columns, and half of
+//   the queries of S and dP. P and dS pass through shared memory, as [key][query].
+//     S_j, dP_j | P = exp(S - lse), dS = P (dP - delta), stored      dQ_j, dV_j, dK_j | dQ_j is added to memory
+//
+//   shared memory: K | V | stages x Q | o_stages x dO | 3 x dS, or 2 x (P, dS) | stages x row statistics | records | barriers
+//   all tiles as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle
+#pragma once
+
+#include "ptx/hopper.cuh"
+#include "ptx/wgmma.cuh"
+#include "product.cuh"
+#include "tile.cuh"
+#include "work.cuh"
+
+namespace attnlib {
+
+template <class Config>
+struct WarpgroupBackwardTile {
+    using element = typename Config::element;
+    static constexpr int panels_of(int dim) { return Config::split ? (dim + 127) / 128 * 2 : (dim + 63) / 64; }
+    using atom = Atom<Config>;
+    static constexpr bool half = is_half<element>::value;
+    static constexpr bool split = Config::split;
+    static constexpr int block_q = Config::block_q, block_k = Config::block_k, stages = Config::stages, o_stages = Config::o_stages;
+    static constexpr int queries = split ? block_q / 2 : block_q, keys = 64, N = queries / 8;   // of a warpgroup's S
+    static constexpr int panels = panels_of(Config::head_dim), panels_v = panels_of(Config::head_dim_v);
+    static constexpr int steps = (Config::head_dim + 15) / 16, steps_v = (Config::head_dim_v + 15) / 16;
+    static constexpr int columns = Config::columns, columns_v = Config::columns_v;   // of a warpgroup's dK and dV, rounded up to what Wgmma has
+    static constexpr int dq_rows = block_q / 64, dq_columns = 64 * panels / (2 / dq_rows);   // how the warpgroups share dQ
+    using QPanel = Tile<Config, block_q, 64>;
+    using KPanel = Tile<Config, block_k, 64>;
+    static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = split ? 4 : 3;
+    static constexpr int k_at = 0, v_at = panels * KPanel::bytes, q_at = v_at + panels_v * KPanel::bytes, o_at = q_at + stages * q_bytes;
+    static constexpr int ds_at = o_at + o_stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
+    static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = 4;
+    static constexpr int keys_full = record_at + records * record_bytes, q_full = keys_full + 8, q_empty = q_full + 8 * stages;
+    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * o_stages, ds_full = o_empty + 8 * o_stages, shared_bytes = ds_full + 24;
+    static constexpr int dq_floats = block_q * 64 * panels;
+    static constexpr bool tails = Config::lengths || Config::packed;
+    static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
+    static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
+    static_assert(!Scorer<Config>::natural && Scorer<Config>::raw, "scores that nothing but position touches");
+    static_assert(stages + 2 <= records, "a record outlives its stage by a step");
+};
+
+// What the loading thread tells the others of a query tile. count: queries in it, -1: there is none; position: of the first.
+struct QueryRecord {
+    uint64_t dq, turn;     // where dQ is added; deterministic: the counter that must stand at rank
+    int count, position, edge, rank;
+
+    __device__ __forceinline__ void write(uint32_t at) const {
+        ptx::st_shared_b64(at, dq);
+        ptx::st_shared_b64(at + 8, turn);
+        ptx::st_shared_v4(at + 16, make_uint4(count, position, edge, rank));
+    }
+};
+
+// The key tile of a block and the query tiles that see it, in the order in which it visits them.
+template <class Config>
+struct KeyWork {
+    using T = WarpgroupBackwardTile<Config>;
+    Sequence seq;
+    Window window;
+    int b, head_kv, group, tile, j0, j1, first, last, per_head, start, pace, key_tiles;
+    bool idle;
+
+    __device__ __forceinline__ KeyWork(const BackwardParams& p, int block) {
+        const int units = p.heads_kv * (Config::packed ? 1 : p.batch);
+        const int section = block / (p.key_tiles * p.section), rest = block - section * p.key_tiles * p.section;
+        const int width = min(p.section, units - section * p.section);
+        tile = rest / width;
+        int unit = section * p.section + rest - tile * width;
+        b = 0;
+        idle = false;
+        if (Config::deterministic && Config::right) tile = p.key_tiles - 1 - tile;
+        if constexpr (Config::packed) {
+            int within;
+            idle = !find_packed_tile<Config>(address<const int>(p.cu_k), p.batch, p.total_k, T::block_k, tile, b, within);
+            tile = within;
+        } else {
+            b = unit / p.heads_kv;
+            unit -= b * p.heads_kv;
+        }
+        seq = sequence_of<Config>(p, b);
+        window = window_of<Config>(p, seq);
+        head_kv = unit;
+        group = p.heads_q / p.heads_kv;
+        j0 = tile * T::block_k;
+        j1 = min(j0 + T::block_k, seq.kv_len);
+        first = last = 0;
+        if (j1 > j0 && seq.q_len > 0) {
+            const int begin = clamp(window.query_begin(j0), 0, seq.q_len), end = static_cast<int>(window.query_end(j1 - 1));
+            if (end > begin) {
+                first = begin / T::block_q;
+                last = (end + T::block_q - 1) / T::block_q;
+            }
+        }
+        per_head = last - first;
+        key_tiles = (seq.kv_len + T::block_k - 1) / T::block_k;
+        pace = Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head / key_tiles : 0;
+        start = Config::deterministic ? first + tile * pace : !Config::right && per_head > 0 ? first + tile % per_head : first;
+    }
+
+    // deterministic: how many key tiles add to query tile i before this one does
+    __device__ __forceinline__ int rank(int i) const {
+        const int i0 = i * T::block_q, i1 = min(i0 + T::block_q, seq.q_len);
+        const int lowest = clamp(window.key_begin(i0), 0, seq.kv_len) / T::block_k, highest = (static_cast<int>(window.key_end(i1 - 1)) - 1) / T::block_k;
+        const int nearest = pace > 0 ? min(i / pace, key_tiles - 1) : highest;
+        return pace > 0 ? nearest - tile + (tile > nearest ? key_tiles : 0) : Config::right ? highest - tile : tile - lowest;
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, const KeyWork<Config>& work, uint32_t base) {
+    using T = WarpgroupBackwardTile<Config>;
+    const BackwardParams& p = params.problem;
+    const int batch = Config::packed ? 0 : work.b;
+    const int64_t tile0 = first_tile<Config>(p, work.b, T::block_q);
+    const int row0 = static_cast<int>(work.seq.q_row);
+    const uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
+    int visit = 0;
+    const auto begin_stage = [&] {
+        ptx::mbarrier_wait(base + T::q_empty + 8 * (visit % T::stages), (visit / T::stages & 1) ^ 1);
+        return visit % T::stages;
+    };
+    if (work.per_head > 0) {
+        ptx::mbarrier_expect(base + T::keys_full, (T::panels + T::panels_v) * T::KPanel::bytes);
+        const int row = static_cast<int>(work.seq.k_row) + work.j0;
+        for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::k_at + panel * T::KPanel::bytes, &params.k, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
+        for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
+    }
+#pragma unroll 1
+    for (int h = 0; h < work.group; ++h) {
+        const int head = Config::fault == head_mod ? work.head_kv + h * p.heads_kv : work.head_kv * work.group + h;
+#pragma unroll 1
+        for (int n = 0; n < work.per_head; ++n, ++visit) {
+            int tile = work.start + n;
+            if (tile >= work.last) tile -= work.per_head;
+            const int i0 = tile * T::block_q, count = min(T::block_q, work.seq.q_len - i0), position = i0 + static_cast<int>(work.window.offset);
+            const int stage = begin_stage();
+            const uint32_t full = base + T::q_full + 8 * stage;
+            const int64_t slot = head * p.row_tiles + tile0 + tile;
+            const Edges<Config> edges(p, position, count, work.seq.kv_len);
+            QueryRecord record{p.dq_sum + 4 * slot * T::dq_floats, 0, count, position, edges.cross(work.j0, work.j0 + T::block_k), 0};
+            if constexpr (Config::deterministic) {
+                record.turn = p.order + 4 * slot * 8;
+                record.rank = work.rank(tile);
+            }
+            record.write(base + T::record_at + T::record_bytes * (visit % T::records));
+            ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
+            ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
+            for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
+            const int o_stage = visit % T::o_stages;
+            ptx::mbarrier_wait(base + T::o_empty + 8 * o_stage, (visit / T::o_stages & 1) ^ 1);
+            ptx::mbarrier_expect(base + T::o_full + 8 * o_stage, T::o_bytes);
+            for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + o_stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * o_stage, keep);
+        }
+    }
+    const int stage = begin_stage();
+    ptx::st_shared_b32(base + T::record_at + T::record_bytes * (visit % T::records) + 16, 0xFFFFFFFFu);
+    ptx::mbarrier_arrive(base + T::q_full + 8 * stage);
+}
+
+template <class Config>
+struct WarpgroupBackward {
+    using T = WarpgroupBackwardTile<Config>;
+    using atom = typename T::atom;
+    static constexpr int N = T::N, key_steps = T::block_k / 16, query_steps = T::block_q / 16, fragments = T::queries / 16, CQ = T::dq_columns / 8;
+
+    const BackwardParams& p;
+    const uint32_t base;
+    const int group, lane;   // warpgroup: keys 64 group.. of the tile
+    const float scale;
+    float dk[1][T::columns / 8][4], dv[1][T::columns_v / 8][4];
+    float s[1][N][4], dp[N][4], dq[CQ][4];
+    uint32_t a[fragments][4], d[fragments][4];   // P and dS, rounded
+
+    __device__ __forceinline__ WarpgroupBackward(const BackwardParams& p, uint32_t base, int group, int lane)
+        : p(p), base(base), group(group), lane(lane), scale(p.scale * log2e * (Config::fault == scaled_scores ? 1.001f : 1.f)) {}
+    __device__ __forceinline__ static int warp() { return ptx::opaque_thread() / 32 % 4; }
+
+    __device__ __forceinline__ uint32_t record(int visit) const { return base + T::record_at + T::record_bytes * (visit % T::records); }
+    __device__ __forceinline__ void release(uint32_t barrier) const {
+        if (lane == 0) ptx::mbarrier_arrive(base + barrier);
+    }
+
+    // ---- products
+    // [64 keys, queries] of this warpgroup's rows of K or V and of Q or dO
+    template <int count>
+    __device__ __forceinline__ void issue_transposed(float (&to)[N][4], uint32_t keys, uint32_t queries) {
+        (T::split ? queries : keys) += 128 * group * (T::split ? T::queries : T::keys);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < count; ++step)
+            ptx::Wgmma<T::queries>::template ss<T::half, false, false>(to, ptx::panel_descriptor(keys + step / 4 * T::KPanel::bytes + step % 4 * 32, 16),
+                                                                       ptx::panel_descriptor(queries + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), step > 0);
+    }
+    // [64 keys, columns] += P or dS (registers, or what lies at `stored`) times dO or Q
+    template <int columns>
+    __device__ __forceinline__ void issue_keys(float (&to)[columns / 8][4], const uint32_t (&x)[fragments][4], uint32_t stored, uint32_t queries) {
+        if constexpr (T::split) queries += group * (columns / 64) * T::QPanel::bytes;
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < query_steps; ++step) {
+            const uint64_t b = ptx::panel_descriptor(queries + step * 2048, T::QPanel::bytes);
+            if constexpr (T::split) ptx::Wgmma<columns>::template ss<T::half, false, true>(to, ptx::panel_descriptor(stored + step * 32, 16), b, true);
+            else ptx::Wgmma<columns>::template rs<T::half, true>(to, x[step], b, true);
+        }
+    }
+    __device__ __forceinline__ void issue_queries(uint32_t ds) {   // dQ
+        const int row_part = T::dq_rows == 2 ? group : 0, column_part = T::dq_rows == 2 ? 0 : group;
+        const uint32_t k = base + T::k_at + column_part * (T::dq_columns / 64) * T::KPanel::bytes;
+        ds += 64 * row_part * 128;
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < key_steps; ++step) {
+            const uint32_t at = ds + (T::split ? step * 2048 : step / 4 * T::QPanel::bytes + step % 4 * 32);
+            ptx::Wgmma<T::dq_columns>::template ss<T::half, T::split, true>(dq, ptx::panel_descriptor(at, 16), ptx::panel_descriptor(k + step * 2048, T::KPanel::bytes), step > 0);
+        }
+    }
+    __device__ __forceinline__ void round(const float (&x)[N][4], uint32_t (&to)[fragments][4]) {
+#pragma unroll
+        for (int step = 0; step < fragments; ++step) {
+            const typename atom::A fragment = atom::from_accumulators(x, step);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[step][i] = fragment.hi[i];
+        }
+#pragma unroll
+        for (int step = 0; step < fragments; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ptx::pin(to[step][i]);
+    }
+    __device__ __forceinline__ uint32_t buffer(int index) const { return base + T::ds_at + index * T::ds_bytes; }
+    // P or dS for everyone: [key][query] (split), or dS as [query][key]
+    __device__ __forceinline__ void store(const uint32_t (&x)[fragments][4], uint32_t to) const {
+        if constexpr (T::split) {
+            const int row = 16 * warp() + (lane & 15), chunk = T::queries / 8 * group + (lane >> 4);
+#pragma unroll
+            for (int step = 0; step < fragments; ++step) ptx::stmatrix_x4(to + row * 128 + ((chunk + 2 * step ^ (lane & 7)) << 4), x[step][0], x[step][1], x[step][2], x[step][3]);
+        } else {
+            const int row = (lane & 7) + 8 * (lane >> 4), chunk = 2 * warp() + (lane >> 3 & 1);
+            to += group * T::QPanel::bytes + row * 128 + ((chunk ^ (lane & 7)) << 4);
+#pragma unroll
+            for (int step = 0; step < fragments; ++step) ptx::stmatrix_x4_trans(to + step * 2048, x[step][0], x[step][1], x[step][2], x[step][3]);
+        }
+        ptx::fence_proxy_async();
+    }
+
+    // Deterministic: a warp adds its part of a query tile's dQ when the tile's counter stands at the record's rank, and lets the
+    // next key tile add a step later, when the additions have long arrived. One lane looks and releases for the warp.
+    __device__ __forceinline__ int* turn(int visit) const { return address<int>(ptx::ld_shared_b64(record(visit) + 8)) + ptx::opaque_thread() / 32 - 4; }
+    __device__ __forceinline__ void end_turn(int visit) const {
+        if constexpr (Config::deterministic)
+            if (visit >= 0 && lane == 0) ptx::red_release_add(turn(visit), 1);   // ordered after the other lanes' by __syncwarp in add_queries
+    }
+    __device__ __forceinline__ void add_queries(int visit) const {
+        float* sum = address<float>(ptx::ld_shared_b64(record(visit))) + (ptx::opaque_thread() / 32 - 4) * (T::dq_floats / 8) + 4 * lane;
+        if constexpr (Config::deterministic) {
+            if (lane == 0) {
+                const int rank = ptx::ld_shared_b32(record(visit) + 28);
+                while (ptx::ld_acquire(turn(visit)) != rank) {}
+            }
+            __syncwarp();
+        }
+#pragma unroll
+        for (int c = 0; c < CQ; ++c) ptx::red_add_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+        if constexpr (Config::deterministic) __syncwarp();
+    }
+
+    // Rows from `valid` on may be another sequence's or anything: 0 times NaN is not 0.
+    template <class Panel>
+    __device__ __forceinline__ void clear_rows(uint32_t at, int panels, int valid) const {
+        const int count = 8 * (Panel::rows - valid), thread = ptx::opaque_thread() & 127;
+        for (int index = thread; index < panels * count; index += 128) {
+            const int panel = index / count, rest = index - panel * count;
+            ptx::st_shared_v4(at + panel * Panel::bytes + valid * 128 + rest * 16, make_uint4(0, 0, 0, 0));
+        }
+        ptx::fence_proxy_async();
+        ptx::bar_sync(1 + group, 128);
+    }
+    __device__ __forceinline__ void clear_queries(uint32_t at, int panels, int count) const {
+        if constexpr (T::tails)
+            if (count < T::block_q) clear_rows<typename T::QPanel>(at, panels, count);
+    }
+
+    __device__ __forceinline__ void await_keys(int keys) const {
+        ptx::mbarrier_wait(base + T::keys_full, 0);
+        if (T::tails && keys < T::block_k) {
+            clear_rows<typename T::KPanel>(base + T::k_at, T::panels, keys);
+            clear_rows<typename T::KPanel>(base + T::v_at, T::panels_v, keys);
+        }
+    }
+
+    __device__ __forceinline__ void run(int j0, int keys) {   // keys of the tile that there are
+        clear(dk);
+        clear(dv);
+        ptx::pin(dk[0]);
+        ptx::pin(dv[0]);
+        int visit = 0;
+#pragma unroll 1
+        for (;; ++visit) {
+            const int stage = visit % T::stages, o_stage = visit % T::o_stages;
+            const uint32_t q = base + T::q_at + stage * T::q_bytes, o = base + T::o_at + o_stage * T::o_bytes;
+            ptx::mbarrier_wait(base + T::q_full + 8 * stage, visit / T::stages & 1);
+            const int count = ptx::ld_shared_b32(record(visit) + 16);
+            if (count < 0) break;
+            if (visit == 0) await_keys(keys);
+            clear_queries(q, T::panels, count);
+            issue_transposed<T::steps>(s[0], base + T::k_at, q);
+            ptx::wgmma_commit();
+            ptx::mbarrier_wait(base + T::o_full + 8 * o_stage, visit / T::o_stages & 1);
+            clear_queries(o, T::panels_v, count);
+            issue_transposed<T::steps_v>(dp, base + T::v_at, o);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<1>();   // S, and dK of the step before
+            ptx::pin(s[0]);
+            if (visit > 0) {
+                release(T::q_empty + 8 * ((visit - 1) % T::stages));
+                if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::o_stages));
+            }
+
+            const int column0 = T::split ? T::queries * group : 0;
+            const uint32_t rows = base + T::rows_at + stage * T::rows_bytes + 8 * column0 + 16 * (lane & 3);
+            if (ptx::ld_shared_b32(record(visit) + 24))
+                Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], scale, -__uint_as_float(e & 1 ? pair.z : pair.x)));
+            }
+            end_turn(visit - (T::split ? 1 : 2));
+            if constexpr (T::split) {
+                round(s[0], a);
+                store(a, buffer(visit & 1));
+            } else if constexpr (Config::early_dv) {
+                round(s[0], a);
+                issue_keys<T::columns_v>(dv[0], a, 0, o);
+                ptx::wgmma_commit();
+            }
+            ptx::wgmma_wait<Config::early_dv>();   // dP
+            ptx::pin(dp);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) dp[n][e] = s[0][n][e] * (dp[n][e] - (Config::fault == skip_delta ? 0.f : __uint_as_float(e & 1 ? pair.w : pair.y)));
+            }
+            round(dp, d);
+            if constexpr (T::split) {
+                store(d, buffer(2 + (visit & 1)));
+                ptx::bar_sync(3, 256);   // all of P and dS is there, and nobody reads what the step before stored
+                issue_queries(buffer(2 + (visit & 1)));
+                ptx::wgmma_commit();
+                issue_keys<T::columns_v>(dv[0], a, buffer(visit & 1), o);
+                issue_keys<T::columns>(dk[0], d, buffer(2 + (visit & 1)), q);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();   // dQ
+                ptx::pin(dq);
+                add_queries(visit);
+            } else {
+                // dS of the step before is there, so buffer visit % 3 has no reader left.
+                if (visit > 0) ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
+                store(d, buffer(visit % 3));
+                __syncwarp();
+                release(T::ds_full + 8 * (visit % 3));
+                if constexpr (!Config::early_dv) {
+                    round(s[0], a);
+                    issue_keys<T::columns_v>(dv[0], a, 0, o);
+                    ptx::wgmma_commit();
+                }
+                issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
+                ptx::wgmma_commit();
+                issue_keys<T::columns>(dk[0], d, 0, q);
+                ptx::wgmma_commit();
+                ptx::wgmma_wait<1>();   // dV and dQ
+                ptx::pin(dq);
+                release(T::o_empty + 8 * o_stage);
+                if (visit > 0) add_queries(visit - 1);
+                if constexpr (Config::drain) ptx::wgmma_wait<0>();   // dK: its operands' registers are wanted
+            }
+        }
+        ptx::wgmma_wait<0>();
+        ptx::pin(dk[0]);
+        ptx::pin(dv[0]);
+        if (visit == 0) return;
+        if constexpr (T::split) end_turn(visit - 1);
+        else {
+            ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
+            issue_queries(buffer((visit - 1) % 3));
+            ptx::wgmma_commit();
+            end_turn(visit - 2);
+            ptx::wgmma_wait<0>();
+            ptx::pin(dq);
+            add_queries(visit - 1);
+            end_turn(visit - 1);
+        }
+    }
+
+    // This warp's 16 rows of dK or dV to global memory, through the place of K or V in shared memory.
+    template <int columns, int dim>
+    __device__ __forceinline__ void write(const float (&x)[columns / 8][4], float factor, uint32_t panel_at, typename Config::element* to, int64_t stride, int count) const {
+        const int row0 = (T::split ? 0 : 64 * group) + 16 * warp(), first = T::split ? columns * group : 0;   // column
+        const uint32_t rows = panel_at + first / 64 * T::KPanel::bytes + row0 * 128, mine = rows + (lane & 15) * 128;
+#pragma unroll
+        for (int c = 0; c < columns / 8; c += 2) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) words[i] = pack<Config>(x[c + i / 2][2 * (i & 1)] * factor, x[c + i / 2][2 * (i & 1) + 1] * factor);
+            ptx::stmatrix_x4(mine + c / 8 * T::KPanel::bytes + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
+        }
+        __syncwarp();
+        constexpr int chunks = (T::split ? columns : dim) / 8;
+#pragma unroll 4
+        for (int index = lane; index < 16 * chunks; index += 32) {
+            const int local = index / chunks, chunk = index % chunks, row = row0 + local;
+            if (row >= count || first + 8 * chunk >= dim) continue;
+            *reinterpret_cast<uint4*>(to + row * stride + first + 8 * chunk) = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::KPanel::bytes + (((chunk & 7) ^ (local & 7)) << 4));
+        }
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
+    using T = WarpgroupBackwardTile<Config>;
+    using element = typename Config::element;
+    const BackwardParams& p = params.problem;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const uint32_t base = ptx::shared_address(shared);
+    const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(base + T::keys_full, 1);
+        for (int i = 0; i < T::stages; ++i) {
+            ptx::mbarrier_init(base + T::q_full + 8 * i, 1);
+            ptx::mbarrier_init(base + T::q_empty + 8 * i, 8);
+        }
+        for (int i = 0; i < T::o_stages; ++i) {
+            ptx::mbarrier_init(base + T::o_full + 8 * i, 1);
+            ptx::mbarrier_init(base + T::o_empty + 8 * i, 8);
+        }
+        for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + T::ds_full + 8 * i, 8);
+        ptx::mbarrier_init_fence();
+        if constexpr (Config::deterministic) ptx::st_shared_b32(base + T::record_at, atomicAdd(address<int>(p.ticket), 1));
+    }
+    __syncthreads();
+    const int block = Config::deterministic ? ptx::ld_shared_b32(base + T::record_at) : blockIdx.x;
+    if constexpr (Config::deterministic) __syncthreads();
+    const KeyWork<Config> work(p, block);
+    if (work.idle) return;
+    if (warpgroup == 0) {
+        ptx::give_registers<24>();
+        if (threadIdx.x == 0) load_queries<Config>(params, work, base);
+    } else {
+        ptx::take_registers<240>();
+        WarpgroupBackward<Config> mine(p, base, warpgroup - 1, lane);
+        mine.run(work.j0, work.j1 - work.j0);
+        const KeyWork<Config> again(p, Config::deterministic ? block : ptx::opaque_block());   // found anew rather than kept in registers
+        const int64_t token = (Config::packed ? again.seq.k_row : 0) + again.j0;
+        const int count = again.seq.padded_k - again.j0;
+        const int64_t batch = Config::packed ? 0 : again.b;
+        ptx::bar_sync(3, 256);   // nobody reads K or V any more
+        if (p.dk) mine.template write<T::columns, Config::head_dim>(mine.dk[0], p.scale, base + T::k_at, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + again.head_kv * p.dk_h, p.dk_j, count);
+        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], Config::fault == scaled_dv ? 1.004f : 1.f, base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
+    }
+}
+
+}  // namespace attnlib

@@ -1,0 +1,481 @@
+// Attention forward with wgmma, for sm_90a: float16 and bfloat16, everything that masks by position.
+//
+// A block stays on its multiprocessor and works through tiles of 64 * warpgroups query rows. One thread of the first
+// warpgroup loads Q, K and V through tensor maps; each of the others owns 64 rows. Keys are walked from the last visible tile to
+// the first. In the loop, of key tile j (K) and j + 1 (V):
+//
+//   issue S = Q K_j^T;  issue O += P_{j+1} V_{j+1};  wait for S;  P_j = exp(S - r) while the second product runs
+//
+// and the warpgroups take turns at issuing, so that one's softmax runs under the others' products. Tiles that no edge
+// crosses take no row maximum (softmax.cuh); a warp whose sums leave the range computes its scores again with mma.sync.
+//
+//   shared memory: q_buffers x Q (out is staged over it) | stages x K | stages x V | barriers | a record for each Q buffer
+//   all as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle
+//
+// What ptxas needs here: one wgmma_fence before each product and after any spin; no branch that touches an accumulator
+// between the two issues; the spin for the next K between softmax and the wait, or the softmax sinks below it.
+#pragma once
+
+#include "forward_tile.cuh"
+#include "ptx/hopper.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace attnlib {
+
+template <class Config>
+struct WarpgroupTile {
+    using element = typename Config::element;
+    using atom = Atom<Config>;
+    static constexpr bool half = is_half<element>::value;
+    static constexpr int warpgroups = Config::warpgroups, stages = Config::stages, q_buffers = Config::q_buffers;
+    static constexpr int block_q = 64 * warpgroups, block_k = Config::block_k, N = block_k / 8;
+    static constexpr int panels = (Config::head_dim + 63) / 64, panels_v = (Config::head_dim_v + 63) / 64, steps = (Config::head_dim + 15) / 16;
+    static constexpr int columns = Config::columns_v, C = columns / 8;   // of O: head_dim_v and what Wgmma rounds it up to
+    using QPanel = Tile<Config, block_q, 64>;
+    using KPanel = Tile<Config, block_k, 64>;
+    static constexpr int q_bytes = panels * QPanel::bytes, k_bytes = panels * KPanel::bytes, v_bytes = panels_v * KPanel::bytes;
+    static constexpr int q_at = 0, k_at = q_buffers * q_bytes, v_at = k_at + stages * k_bytes, end = v_at + stages * v_bytes;
+    static constexpr int q_full = end, q_empty = q_full + 8 * q_buffers, k_full = q_empty + 8 * q_buffers, k_empty = k_full + 8 * stages;
+    static constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages, record_at = (v_empty + 8 * stages + 15) / 16 * 16;
+    static constexpr int shared_bytes = record_at + 48 * q_buffers;
+    static constexpr bool tails = Config::lengths || Config::packed;   // other rows than zeros may follow a sequence's keys
+    static_assert(block_k % 16 == 0 && columns <= 64 * panels_v && panels_v <= panels, "whole k16 steps; O fits over Q");
+    // Registers of the loading warpgroup and of the others: what the launch gave a block, divided anew.
+    static constexpr int loading = warpgroups == 3 ? 32 : 40, computing = warpgroups == 3 ? 160 : 232;
+};
+
+// What the loading thread tells the others of a tile. first..last: key tiles; position: of query i0.
+struct TileRecord {
+    int i0, head, batch, first, last, position, kv_len, q_len, padded_q, q_row, valid;
+
+    __device__ __forceinline__ void write(uint32_t at) const {
+        ptx::st_shared_v4(at, make_uint4(i0, head, batch, first));
+        ptx::st_shared_v4(at + 16, make_uint4(last, position, kv_len, q_len));
+        ptx::st_shared_v4(at + 32, make_uint4(padded_q, q_row, valid, 0));
+    }
+    __device__ __forceinline__ static TileRecord read(uint32_t at) {
+        const uint4 a = ptx::ld_shared_v4(at), b = ptx::ld_shared_v4(at + 16), c = ptx::ld_shared_v4(at + 32);
+        return {int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w), int(c.x), int(c.y), int(c.z)};
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void load_tiles(const ForwardMapsParams& params, uint32_t base) {
+    using T = WarpgroupTile<Config>;
+    const ForwardParams& p = params.problem;
+    const uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
+    const int tiles = p.tiles * (Config::packed ? p.heads_q : p.heads_q * p.batch);
+    int loaded_k = 0, loaded_v = 0, count = 0, tile = blockIdx.x, head_kv, row, batch;
+    const auto load = [&](const ptx::TensorMap& map, int panels, int bytes, uint32_t at, uint32_t full, uint32_t empty, int& loaded, int j) {
+        const int stage = loaded % T::stages;
+        ptx::mbarrier_wait(base + empty + 8 * stage, (loaded / T::stages & 1) ^ 1);
+        ptx::mbarrier_expect(base + full + 8 * stage, bytes);
+        for (int panel = 0; panel < panels; ++panel)
+            ptx::tensor_load(base + at + stage * bytes + panel * T::KPanel::bytes, &map, 64 * panel, row + j * T::block_k, head_kv, batch, base + full + 8 * stage, keep);
+        ++loaded;
+    };
+    const auto load_k = [&](int j) { load(params.k, T::panels, T::k_bytes, T::k_at, T::k_full, T::k_empty, loaded_k, j); };
+    const auto load_v = [&](int j) { load(params.v, T::panels_v, T::v_bytes, T::v_at, T::v_full, T::v_empty, loaded_v, j); };
+    const auto ticket = [&] {
+        if constexpr (!Config::dynamic) return tile + static_cast<int>(gridDim.x);
+        const int next = atomicAdd(address<int>(params.ticket), 1);
+        if (next == tiles - 1) *address<int>(params.ticket) = 0;   // the last ticket drawn: one for each tile
+        return next + static_cast<int>(gridDim.x);
+    };
+    while (tile < tiles) {
+        const Work<Config, T::block_q> work(p, tile);
+        if (work.idle) {
+            tile = ticket();
+            continue;
+        }
+        const Sequence& seq = work.seq;
+        const Window window = window_of<Config>(p, seq);
+        const bool queries = work.i1 > work.i0;
+        const int begin = Config::left && queries ? clamp(window.key_begin(work.i0), 0, seq.kv_len) : 0;
+        const int end = queries ? static_cast<int>(window.key_end(work.i1 - 1)) : 0;
+        const int first = begin / T::block_k, last = max((end + T::block_k - 1) / T::block_k, first + 1);
+        head_kv = work.head_kv;
+        batch = Config::packed ? 0 : seq.index;
+        row = static_cast<int>(seq.k_row);
+        load_k(last - 1);
+        const int buffer = count % T::q_buffers;
+        const uint32_t full = base + T::q_full + 8 * buffer;
+        ptx::mbarrier_wait(base + T::q_empty + 8 * buffer, (count / T::q_buffers & 1) ^ 1);
+        TileRecord{work.i0, work.head, seq.index, first, last, work.i0 + static_cast<int>(window.offset), seq.kv_len, seq.q_len,
+                   seq.padded_q, static_cast<int>(seq.q_row), seq.valid}.write(base + T::record_at + 48 * buffer);
+        ptx::mbarrier_expect(full, T::q_bytes);
+        for (int panel = 0; panel < T::panels; ++panel)
+            ptx::tensor_load(base + T::q_at + buffer * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, static_cast<int>(seq.q_row) + work.i0, work.head, batch, full, once);
+        ++count;
+        for (int j = last - 1; j >= first; --j) {
+            if (j == min(first + 1, last - 1)) tile = ticket();   // late, so that the next tile goes to whoever is nearly done
+            if (j > first) load_k(j - 1);
+            load_v(j);
+        }
+    }
+    const int buffer = count % T::q_buffers;
+    ptx::mbarrier_wait(base + T::q_empty + 8 * buffer, (count / T::q_buffers & 1) ^ 1);
+    ptx::st_shared_b32(base + T::record_at + 48 * buffer, 0xFFFFFFFFu);
+    ptx::mbarrier_arrive(base + T::q_full + 8 * buffer);
+}
+
+template <class Config>
+struct Warpgroup {
+    using T = WarpgroupTile<Config>;
+    using atom = typename T::atom;
+    static constexpr int N = T::N, C = T::C, key_steps = T::block_k / 16;
+
+    const ForwardMapsParams& params;
+    const ForwardParams& p;
+    const uint32_t base;
+    const int group, lane;           // warpgroup among the computing ones
+    Scorer<Config> scorer;
+    SoftmaxState<Config, 1> state;
+    float s[1][N][4], acc[C][4];
+    uint32_t packed[key_steps][4];
+    uint32_t q_kept[Config::q_in_registers ? T::steps : 1][4];
+    int visits = 0;                  // key tiles so far: places in the rings
+    bool started;                    // acc holds something
+
+    __device__ __forceinline__ Warpgroup(const ForwardMapsParams& params, uint32_t base, int group, int lane)
+        : params(params), p(params.problem), base(base), group(group), lane(lane), scorer(params.problem, Sequence{}, 0) {}
+
+    __device__ __forceinline__ static int warp() { return ptx::opaque_thread() / 32 % 4; }   // seldom needed: not kept
+
+    // ---- rings and turns
+    __device__ __forceinline__ static int parity(int visit) { return visit / T::stages & 1; }
+    __device__ __forceinline__ void await(int barriers, int stage, int visit) const { ptx::mbarrier_wait(base + barriers + 8 * stage, parity(visit)); }
+    __device__ __forceinline__ void release(int barriers, int stage) const {
+        if (lane == 0) ptx::mbarrier_arrive(base + barriers + 8 * stage);
+    }
+    __device__ __forceinline__ void await_turn() const { ptx::bar_sync(1 + group, 256); }
+    __device__ __forceinline__ void pass_turn() const { ptx::bar_arrive(group == T::warpgroups - 1 ? 1 : 2 + group, 256); }
+
+    // ---- products
+    __device__ __forceinline__ void issue_scores(uint32_t q, int stage) {
+        const uint32_t k = base + T::k_at + stage * T::k_bytes;
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < T::steps; ++step) {
+            const uint64_t b = ptx::panel_descriptor(k + step / 4 * T::KPanel::bytes + step % 4 * 32, 16);
+            if constexpr (Config::q_in_registers) ptx::Wgmma<T::block_k>::template rs<T::half, false>(s[0], q_kept[step], b, step > 0);
+            else ptx::Wgmma<T::block_k>::template ss<T::half, false, false>(s[0], ptx::panel_descriptor(q + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), b, step > 0);
+        }
+        ptx::wgmma_commit();
+    }
+    __device__ __forceinline__ void issue_values(int stage) {
+        const uint32_t v = base + T::v_at + stage * T::v_bytes;
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < key_steps; ++step)
+            ptx::Wgmma<T::columns>::template rs<T::half, true>(acc, packed[step], ptx::panel_descriptor(v + step * 2048, T::KPanel::bytes), step > 0 || started);
+        ptx::wgmma_commit();
+        started = true;
+    }
+    __device__ __forceinline__ void keep_q(uint32_t q) {
+        if constexpr (Config::q_in_registers)
+#pragma unroll
+            for (int step = 0; step < T::steps; ++step) {
+                const typename atom::A a = T::QPanel::load_a(T::QPanel::by_row(q + 16 * warp() * 128 + step / 4 * T::QPanel::bytes, lane), 0, step % 4);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) q_kept[step][i] = a.hi[i];
+            }
+    }
+    // This warp's 16 rows of S again, without the other warps.
+    __device__ __forceinline__ void recompute(uint32_t q, int stage) {
+        const uint32_t k = base + T::k_at + stage * T::k_bytes;
+        clear(s);
+#pragma unroll 1
+        for (int step = 0; step < T::steps; ++step) {
+            const uint32_t q_lane = T::QPanel::by_row(q + 16 * warp() * 128 + step / 4 * T::QPanel::bytes, lane);
+            const uint32_t k_lane = T::KPanel::by_chunk(k + step / 4 * T::KPanel::bytes, lane);
+            const typename atom::A a = T::QPanel::load_a(q_lane, 0, step % 4);
+#pragma unroll
+            for (int n = 0; n < N; n += 2) {
+                typename atom::B b0, b1;
+                T::KPanel::load_b(b0, b1, k_lane, 8 * n, step % 4);
+                atom::mma(s[0][n], a, b0);
+                atom::mma(s[0][n + 1], a, b1);
+            }
+        }
+    }
+
+    // ---- softmax of the tile in s
+    __device__ __forceinline__ void exact(uint32_t edges, int j, float (&correction)[2]) {   // edges: the tile's record, 0 where none crosses
+        scorer.template apply<false>(s, 0, 0, lane, false);
+        scorer.scale_raw(s);
+        if (edges != 0) Edges<Config>(p, ptx::ld_shared_b32(edges + 20), 0, ptx::ld_shared_b32(edges + 24)).hide(s, 64 * group + 16 * warp(), j * T::block_k, lane, 1);
+        float top[2];
+        state.raise(s[0], top, 0);
+        state.settle(s[0], correction, top, 0);
+    }
+    __device__ __forceinline__ void round() {
+#pragma unroll
+        for (int step = 0; step < key_steps; ++step) {
+            const typename atom::A a = atom::from_accumulators(s[0], step);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) packed[step][i] = a.hi[i];
+        }
+#pragma unroll
+        for (int step = 0; step < key_steps; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ptx::pin(packed[step][i]);   // the conversion belongs here, not after the next product
+    }
+
+    // ---- one key tile: stage_ >= 0 is the place of K in its ring, known at compile time
+    template <int stage_> struct Place { static constexpr int stage = stage_; };
+    template <bool masked, bool with_maximum, int stage_>
+    __device__ __forceinline__ void step(uint32_t q, uint32_t record, int j, bool more) {
+        const int stage = stage_ >= 0 ? stage_ : visits % T::stages;
+        const int before = stage_ >= 0 ? (stage_ + T::stages - 1) % T::stages : (visits - 1) % T::stages;
+        const int after = stage_ >= 0 ? (stage_ + 1) % T::stages : (visits + 1) % T::stages;
+        await_turn();
+        issue_scores(q, stage);
+        await(T::v_full, before, visits - 1);
+        issue_values(before);
+        pass_turn();
+        ptx::wgmma_wait<1>();
+        ptx::pin(s[0]);
+        float correction[2];
+        if constexpr (masked || with_maximum || Config::maximum) {
+            release(T::k_empty, stage);
+            exact(masked ? record : 0, j, correction);
+            if (more) await(T::k_full, after, visits + 1);
+            ptx::wgmma_wait<0>();
+            ptx::pin(acc);
+            release(T::v_empty, before);
+            state.rescale(acc, correction);
+        } else {
+            scorer.template apply<false>(s, 0, 0, lane, false);
+            float added[1][2];
+            const bool fits = state.without_maximum(s, added, scorer.scale, [](int) {});
+            if (fits) release(T::k_empty, stage);
+            if (more) await(T::k_full, after, visits + 1);
+            ptx::wgmma_wait<0>();
+            ptx::pin(acc);
+            release(T::v_empty, before);
+            if (fits) state.add(added);
+            else {
+                recompute(q, stage);
+                exact(0, j, correction);
+                state.rescale(acc, correction);
+                release(T::k_empty, stage);
+            }
+        }
+        round();
+        ++visits;
+    }
+    template <int stage_>
+    __device__ __forceinline__ void steps_from(uint32_t q, uint32_t record, int j, int low) {
+        step<false, false, stage_>(q, record, j, j > low);
+        if constexpr (stage_ + 1 < T::stages) steps_from<stage_ + 1>(q, record, j - 1, low);
+    }
+    __device__ __forceinline__ void skip() {   // a key tile that only other warpgroups see
+        const int stage = visits % T::stages;
+        await(T::k_full, stage, visits);
+        release(T::k_empty, stage);
+        await_turn();
+        await(T::v_full, stage, visits);
+        release(T::v_empty, stage);
+        pass_turn();
+        ++visits;
+    }
+    // V beyond the last key may hold another sequence's rows or anything: P is 0 there, and 0 times NaN is not.
+    __device__ __forceinline__ void clear_tail(int kv_len, int j) {
+        if constexpr (T::tails) {
+            const int valid = max(kv_len - j * T::block_k, 0);
+            if (valid < T::block_k) {
+                const int stage = visits % T::stages;
+                await(T::v_full, stage, visits);
+                const uint32_t v = base + T::v_at + stage * T::v_bytes;
+                for (int index = 32 * warp() + lane; index < T::panels_v * (T::block_k - valid) * 8; index += 128) {
+                    const int panel = index / (8 * (T::block_k - valid)), rest = index - panel * 8 * (T::block_k - valid);
+                    ptx::st_shared_v4(v + panel * T::KPanel::bytes + valid * 128 + rest * 16, make_uint4(0, 0, 0, 0));
+                }
+                ptx::fence_proxy_async();
+                ptx::bar_sync(4 + group, 128);
+            }
+        }
+    }
+
+    // ---- a tile of rows
+    __device__ __forceinline__ void run(uint32_t q, uint32_t record, int pending) {
+        const TileRecord tile = TileRecord::read(record);
+        const int row = tile.position + 64 * group;   // position of the first row
+        const int left = Config::left && Config::fault != ignore_window_left ? p.window_left : -1, right = Config::right ? p.window_right : -1;
+        const auto key_end = [&](int position) { return right >= 0 ? max(min(tile.kv_len, position + right + 1), 0) : tile.kv_len; };
+        const auto key_begin = [&](int position) { return left >= 0 ? max(position - left, 0) : 0; };
+        int high = tile.last, low = tile.first;   // this warpgroup's key tiles; whole: those that no edge crosses
+        if constexpr (Config::right) high = max(min((key_end(row + 63) + T::block_k - 1) / T::block_k, tile.last), tile.first + 1);
+        if constexpr (Config::left) low = max(min(key_begin(row) / T::block_k, high - 1), tile.first);
+        const int whole_end = key_end(row) / T::block_k;
+        const int whole_begin = Config::left ? max((key_begin(row + 63) + T::block_k - 1) / T::block_k, low) : low;
+        started = false;
+        state.clear();
+        keep_q(q);
+        int j = tile.last - 1;
+        if constexpr (Config::right)
+#pragma unroll 1
+            for (; j >= high; --j) skip();
+        {
+            const int stage = visits % T::stages;
+            await(T::k_full, stage, visits);
+            issue_scores(q, stage);
+            free_rows(pending);
+            ptx::wgmma_wait<0>();
+            ptx::pin(s[0]);
+            release(T::k_empty, stage);
+            float correction[2];
+            exact(record, j, correction);
+            round();
+            if (j > low) await(T::k_full, (visits + 1) % T::stages, visits + 1);
+            clear_tail(tile.kv_len, j);
+            ++visits;
+            --j;
+        }
+        if constexpr (Config::right) {
+#pragma unroll 1
+            for (; j >= low && j >= whole_end; --j) step<true, true, -1>(q, record, j, j > low);
+            if (key_end(row) % T::block_k == 0 && j >= whole_begin) {   // the first row may have seen no key so far
+                step<false, true, -1>(q, record, j, j > low);
+                --j;
+            }
+        }
+        if constexpr (Config::unroll) {
+#pragma unroll 1
+            for (; visits % T::stages != 0 && j >= whole_begin; --j) step<false, false, -1>(q, record, j, j > low);
+#pragma unroll 1
+            for (; j >= whole_begin + T::stages - 1; j -= T::stages) steps_from<0>(q, record, j, low);
+        }
+#pragma unroll 1
+        for (; j >= whole_begin; --j) step<false, false, -1>(q, record, j, j > low);
+        if constexpr (Config::left)
+#pragma unroll 1
+            for (; j >= low; --j) step<true, true, -1>(q, record, j, j > low);
+        {
+            const int stage = (visits - 1) % T::stages;
+            await(T::v_full, stage, visits - 1);
+            issue_values(stage);
+            ptx::wgmma_wait<0>();
+            ptx::pin(acc);
+            release(T::v_empty, stage);
+        }
+        if constexpr (Config::left)
+#pragma unroll 1
+            for (; j >= tile.first; --j) skip();
+    }
+
+    // The query buffer of the tile before: back to the loading thread when out has left it.
+    __device__ __forceinline__ void free_rows(int pending) const {
+        if (pending >= 0 && lane == 0) {
+            ptx::bulk_wait_read();
+            ptx::mbarrier_arrive(base + T::q_empty + 8 * pending);
+        }
+    }
+
+    // out = O / l through shared memory, and lse.
+    __device__ __forceinline__ void write(uint32_t q, const TileRecord& tile) {
+        using element = typename Config::element;
+        const int row0 = 64 * group + 16 * warp();
+        const float poison = tile.valid ? 0.f : __uint_as_float(0x7FC00000u);
+        float factor[2], extra[2];
+        bool blank[2];
+        state.add_threads();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = tile.i0 + row0 + 8 * r + (lane >> 2);
+            const bool owned = i < tile.padded_q, query = i < tile.q_len;
+            float sink = -infinity;
+            if constexpr (Config::has_sinks)
+                if (query) sink = to_float(address<const typename Config::sink_element>(p.sinks)[tile.head * p.sinks_h]);
+            float lse, top, total;
+            state.finish(0, r, sink, factor[r], lse, top, total);
+            if (!query) { factor[r] = 0.f; lse = -infinity; }
+            extra[r] = query ? poison : 0.f;
+            blank[r] = factor[r] == 0.f;
+            if (owned && (lane & 3) == 0) {
+                const int64_t at = Config::packed ? tile.head * static_cast<int64_t>(p.total_q) + tile.q_row + i
+                                                  : (static_cast<int64_t>(tile.batch) * p.heads_q + tile.head) * p.seqlen_q + i;
+                address<float>(p.lse)[at] = lse + extra[r];
+            }
+        }
+        ptx::bar_sync(4 + group, 128);   // no warp of the group reads these rows any more
+        const uint32_t rows = q + 16 * warp() * 128, to = rows + (lane & 15) * 128;
+#pragma unroll
+        for (int c = 0; c < C; c += 2) {
+            uint32_t words[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int r = i & 1;
+                const float* x = &acc[c + i / 2][2 * r];
+                words[i] = pack<Config>((blank[r] ? 0.f : x[0] * factor[r]) + extra[r], (blank[r] ? 0.f : x[1] * factor[r]) + extra[r]);
+            }
+            ptx::stmatrix_x4(to + c / 8 * T::QPanel::bytes + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
+        }
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if constexpr (!Config::packed) {
+            if (lane == 0 && tile.i0 + row0 < p.seqlen_q)
+                for (int panel = 0; panel < T::panels_v; ++panel)
+                    ptx::tensor_store(rows + panel * T::QPanel::bytes, &params.out, 64 * panel, tile.i0 + row0, tile.head, tile.batch);
+            ptx::bulk_commit();
+        } else {
+            constexpr int chunks = Config::head_dim_v / 8;
+#pragma unroll 4
+            for (int index = lane; index < 16 * chunks; index += 32) {
+                const int local = index / chunks, chunk = index % chunks, i = tile.i0 + row0 + local;
+                if (i >= tile.padded_q) continue;
+                const uint4 value = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::QPanel::bytes + (((chunk & 7) ^ (local & 7)) << 4));
+                *reinterpret_cast<uint4*>(address<element>(p.out) + ((static_cast<int64_t>(tile.q_row) + i) * p.heads_q + tile.head) * Config::head_dim_v + 8 * chunk) = value;
+            }
+            __syncwarp();
+        }
+    }
+
+    __device__ __forceinline__ void work() {
+        if (group == T::warpgroups - 1) pass_turn();   // the first turn is the first group's
+#pragma unroll 1
+        for (int count = 0;; ++count) {
+            const int buffer = count % T::q_buffers;
+            const uint32_t q = base + T::q_at + buffer * T::q_bytes + 64 * group * 128, record = base + T::record_at + 48 * buffer;
+            ptx::mbarrier_wait(base + T::q_full + 8 * buffer, count / T::q_buffers & 1);
+            if (static_cast<int>(ptx::ld_shared_b32(record)) < 0) break;
+            run(q, record, T::q_buffers > 1 && count > 0 ? (count - 1) % T::q_buffers : -1);
+            write(q, TileRecord::read(record));   // read again rather than kept in registers
+            if constexpr (T::q_buffers == 1) free_rows(buffer);
+        }
+        if (lane == 0) ptx::bulk_wait();
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void kernel(const ForwardMapsParams& params) {
+    using T = WarpgroupTile<Config>;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const uint32_t base = ptx::shared_address(shared);
+    const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32 % 4, 0), lane = threadIdx.x & 31;
+    if (threadIdx.x == 0) {
+        constexpr int warps = 4 * T::warpgroups;
+        for (int i = 0; i < T::q_buffers; ++i) {
+            ptx::mbarrier_init(base + T::q_full + 8 * i, 1);
+            ptx::mbarrier_init(base + T::q_empty + 8 * i, warps);
+        }
+        for (int i = 0; i < T::stages; ++i) {
+            ptx::mbarrier_init(base + T::k_full + 8 * i, 1);
+            ptx::mbarrier_init(base + T::k_empty + 8 * i, warps);
+            ptx::mbarrier_init(base + T::v_full + 8 * i, 1);
+            ptx::mbarrier_init(base + T::v_empty + 8 * i, warps);
+        }
+        ptx::mbarrier_init_fence();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        ptx::give_registers<T::loading>();
+        if (warp == 0 && lane == 0) load_tiles<Config>(params, base);
+    } else {
+        ptx::take_registers<T::computing>();
+        Warpgroup<Config>(params, base, warpgroup - 1, lane).work();
+    }
+}
+
+}  // namespace attnlib

@@ -1,0 +1,214 @@
+"""The cpu backend in its process: threads, fork, concurrent calls, memory, hidden work."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from cpu_problems import (
+    BEST,
+    BF16,
+    F32,
+    assert_close,
+    bitwise,
+    dense,
+    outputs,
+    plan_of,
+    run,
+    with_gradients,
+)
+
+from attnlib.problem import Window
+from attnlib.reference import ReferencePlan
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shared", [None, (0,), (0, 1), (3,)])
+def test_results_do_not_depend_on_threads(threads, dtype, shared):
+    """AB-074, with a single head so that several threads share its dq."""
+    torch.manual_seed(15)
+    options = {"bias": F32, "grads": ("q", "k", "v", "bias")} if shared else {}
+    problem, tensors = dense(
+        batch=2, seqlen_q=300, seqlen_k=400, heads=2, heads_kv=1, dim=64, dtype=dtype, window=Window(250, 0), **options
+    )
+    if shared:
+        for axis in shared:
+            tensors.bias = tensors.bias.narrow(axis, 0, 1)
+        tensors.bias = tensors.bias.expand(2, 2, 300, 400)
+    with_gradients(tensors, problem)
+    plan = plan_of(problem, block_q=32, block_k=32)
+    results = []
+    for count in (1, 2, 3, 8, 8, 8):
+        threads(count)
+        results.append(run(plan, problem, tensors))
+    for other in results[1:]:
+        bitwise(results[0], other)
+    assert_close(problem, results[0], run(ReferencePlan(), problem, tensors))
+
+
+def test_forward_does_not_depend_on_block_q():
+    torch.manual_seed(16)
+    problem, tensors = dense(seqlen_q=100, seqlen_k=150, dim=64, window=Window(None, 0), grads=())
+    results = [run(plan_of(problem, block_q=n, block_k=48), problem, tensors) for n in (7, 32, 100)]
+    bitwise(results[0], results[1], ("out", "lse"))
+    bitwise(results[0], results[2], ("out", "lse"))
+
+
+def test_concurrent_calls(threads):
+    torch.manual_seed(17)
+    threads(2)
+    problem, tensors = dense(batch=2, seqlen_q=200, seqlen_k=200, dim=64)
+    with_gradients(tensors, problem)
+    plan = plan_of(problem)
+    expected = run(plan, problem, tensors)
+    failures = []
+
+    def work():
+        torch.set_num_threads(2)
+        for _ in range(20):
+            try:
+                bitwise(expected, run(plan, problem, tensors))
+            except AssertionError as error:  # pragma: no cover
+                failures.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+
+
+def test_a_forked_child_has_a_pool_of_its_own(threads):
+    torch.manual_seed(18)
+    threads(3)
+    problem, tensors = dense(batch=4, seqlen_q=200, seqlen_k=200, dim=64)
+    with_gradients(tensors, problem)
+    plan = plan_of(problem)
+    expected, result = run(plan, problem, tensors), outputs(problem, tensors)
+
+    def same():  # torch's own threads do not survive a fork: no torch kernel may run in the child
+        names = ("out", "lse", "dq", "dk", "dv")
+        return all(getattr(expected, n).numpy().tobytes() == getattr(result, n).numpy().tobytes() for n in names)
+
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        code = 1
+        try:
+            plan.forward(problem, result)
+            plan.backward(problem, result)
+            code = 0 if same() else 2
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 30
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:  # pragma: no cover
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            pytest.fail("the child hangs")
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(status) == 0
+    bitwise(expected, run(plan, problem, tensors))
+
+
+def run_apart(code):
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+APART = """
+    import resource, torch, attnlib_cpu
+    from attnlib.backend import Target
+    from attnlib.problem import AttentionProblem, Tensors
+    torch.set_num_threads(2)
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    def go(s, d=16, heads=1):
+        q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, s, heads, d) for _ in range(8))
+        problem = AttentionProblem(torch.float32, 1, s, s, heads, heads, d, d, 1.0, grads=("q", "k", "v"))
+        plan = attnlib_cpu.backend.plan(problem, FAMILY, Target("cpu", "x86_64"))
+        t = Tensors(q, k, v, out, torch.zeros(1, heads, s), dout=dout, dq=dq, dk=dk, dv=dv)
+        plan.forward(problem, t)
+        plan.backward(problem, t)
+""".replace("FAMILY", repr(BEST))
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square():
+    """An 8192 x 8192 matrix of float32 is 256 MiB; the operands are 4 MiB."""
+    grown = run_apart(APART + "    go(64); before = peak(); go(8192); print(peak() - before)")
+    assert float(grown) < 40
+
+
+def test_running_out_of_memory_is_an_exception():
+    out = run_apart(
+        APART
+        + """
+    go(64)
+    used = int(open("/proc/self/statm").read().split()[0]) * 4096
+    q = torch.zeros(1, 1, 1, 8).expand(1, 1 << 22, 1, 8)  # its dq sum alone needs 256 MiB
+    lse = torch.zeros(1, 1, 1 << 22)
+    problem = AttentionProblem(torch.float32, 1, 1 << 22, 0, 1, 1, 8, 8, 1.0, grads=("q",))
+    plan = attnlib_cpu.backend.plan(problem, FAMILY, Target("cpu", "x86_64"))
+    t = Tensors(q, torch.zeros(1, 0, 1, 8), torch.zeros(1, 0, 1, 8), q, lse, dout=q, dq=q)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
+    try:
+        plan.backward(problem, t)
+    except MemoryError:
+        print("MemoryError")
+    """.replace("FAMILY", repr(BEST))
+    )
+    assert out.strip() == "MemoryError"
+
+
+def test_masked_blocks_cost_nothing():
+    torch.manual_seed(19)
+    problem, tensors = dense(
+        batch=1, seqlen_q=1536, seqlen_k=1536, heads=1, heads_kv=1, dim=64, block_mask=(64, 64), grads=()
+    )
+    plan = plan_of(problem)
+
+    def seconds(blocks):
+        best = math.inf
+        result = outputs(problem, replace(tensors, block_mask=blocks.expand(1, 1, 24, 24)))
+        for _ in range(7):
+            start = time.process_time()
+            plan.forward(problem, result)
+            best = min(best, time.process_time() - start)
+        return best
+
+    quarter = (torch.arange(24)[:, None] + 5 * torch.arange(24)[None]) % 4 == 0
+    assert seconds(torch.ones(24, 24, dtype=torch.bool)) > 2.5 * seconds(quarter)  # 3.4 when nothing disturbs it
+
+
+def test_importing_the_entry_point_is_light():
+    code = """
+    import sys, time, torch, attnlib.backend
+    start = time.perf_counter()
+    import attnlib_cpu
+    print(time.perf_counter() - start, "attnlib_cpu._cpu" in sys.modules)
+    """
+    seconds, loaded = run_apart(code).split()
+    assert float(seconds) < 0.02 and loaded == "False"

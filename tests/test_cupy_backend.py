@@ -1,0 +1,132 @@
+"""The cupy backend without CuPy: its configurations, its refusals, and its kernels on a CPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import emulated_cupy
+import pytest
+import torch
+
+import attnlib_cupy
+from attnlib.backend import RefusalCode, Resources, Target
+from attnlib.conformance import run_check
+from attnlib.problem import AttentionProblem
+from attnlib_cuda import sources
+from attnlib_cupy import config, params, source
+
+ROOT = Path(__file__).parents[1]
+ARCHS = ("sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90", "sm_120", "gfx90a", "gfx1100")
+
+# One check of each kind: every kernel, dtype and branch of the kernels runs, in a minute on two cores.
+CHECKS = (
+    "forward/plain", "backward/plain", "forward/everything-dropout", "backward/everything-packed/float32",
+    "backward/everything-lengths/float32", "backward/gqa/float32", "backward/jump/float32", "dropout/all",
+    "forward/everything-append/bfloat16", "forward/page_size-1/", "backward/bias-one-number", "canary/varlen",
+    "visible/block_mask", "poison/packed-window", "poison/packed-paged", "nan/visible-k-backward",
+)  # fmt: skip
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def problem(**values: object) -> AttentionProblem:
+    sizes = dict(batch=2, seqlen_q=300, seqlen_k=300, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64)
+    return AttentionProblem(**{"dtype": torch.float32, "scale": 0.125, **sizes, **values})  # type: ignore[arg-type]
+
+
+def target(arch: str) -> Target:
+    return Target("rocm" if arch.startswith("gfx") else "cuda", arch, present=False)
+
+
+def test_params_mirror_the_struct():
+    text = sources.read("cuda/simt.cuh")
+    assert text is not None
+    body = text[text.index("struct SimtParams {") : text.index("};", text.index("struct SimtParams {"))]
+    kinds = {"uint64_t": "Q", "int64_t": "q", "double": "d", "int32_t": "i"}
+    members = [
+        (name.strip(), kinds[kind])
+        for kind, names in re.findall(r"^\s+(uint64_t|int64_t|double|int32_t) ([^;]+);", body, re.MULTILINE)
+        for name in names.split(",")
+    ]
+    codes = re.sub(r"[<\d]|\dx", "", params.PARAMS.format.format).replace("x", "")
+    assert members == list(zip(params.PARAMS.names, codes, strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dims", [(1, 1), (64, 64), (80, 128), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512)]
+)
+def test_every_architecture_has_a_shape(arch: str, dtype: torch.dtype, dims: tuple[int, int]):
+    asked = problem(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], grads=("q", "k", "v"))
+    if (arch, dtype) == ("sm_60", torch.float64) and dims[0] >= 512:  # 48 KB are too few
+        (refusal,) = attnlib_cupy.backend.check(asked, "", target(arch))
+        assert refusal.what == "shared memory"
+        return
+    assert attnlib_cupy.backend.check(asked, "", target(arch)) == ()
+    for backward in (False, True):
+        shape = config.tile(asked, target(arch), backward)
+        assert shape.shared_bytes(backward) <= config.shared_limit(target(arch))
+        assert shape.rows * shape.tile_columns // shape.lanes <= 64
+        for step, wide in ((shape.step_k, dims[0]), (shape.step_v, dims[1])):
+            assert shape.tile_columns % step == 0 and step % (2 if dtype == torch.float64 else 4) == 0
+            assert step * wide <= shape.slice or (step == shape.step_k and not backward)
+
+
+def test_shared_memory_of_a_present_device_counts():
+    tiny = Target("cuda", "sm_90", 0, resources=Resources(132, 1000, 50 << 20, 32))
+    (refusal,) = attnlib_cupy.backend.check(problem(), "", tiny)
+    assert refusal.code is RefusalCode.CONFIG and "shared memory" in str(refusal) and "1000" in str(refusal)
+
+
+def test_size_classes_are_few():
+    classes = {attnlib_cupy.backend.size_class(problem(seqlen_q=n), "", target("sm_90")) for n in range(1, 5000)}
+    assert len(classes) <= 16
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"rows": 3}, {"lanes": 4}, {"block_q": 64}, {"fault": "no such"}, {"rows": 8, "lanes": 8, "tile_columns": 128}],
+)
+def test_a_config_that_does_not_fit_is_refused(wanted: dict[str, object]):
+    from attnlib.errors import UnsupportedError
+
+    with pytest.raises(UnsupportedError, match="cupy: "):
+        attnlib_cupy.backend.plan(problem(), "", target("sm_90"), wanted)
+
+
+def test_without_cupy_there_is_a_refusal_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    found = attnlib_cupy.backend.available("", Target("cuda", "sm_90", 0))
+    assert [refusal.code for refusal in found] == [RefusalCode.PACKAGE] and "pip install" in found[0].remedy
+
+
+def test_sources_are_one_text_without_includes():
+    shape = config.tile(problem(), target("sm_90"), False)
+    text = source.text(source.Kernel("forward", shape, 2))
+    assert '#include "' not in text and "#pragma once" not in text and text.count("struct SimtParams {") == 1
+    assert "asm(" in text and text == source.text(source.Kernel("forward", shape, 2))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("only", CHECKS)
+def test_kernels_on_a_cpu(only: str, monkeypatch: pytest.MonkeyPatch):
+    for order in (0, 1):
+        monkeypatch.setattr(emulated_cupy, "order", order)
+        report = run_check(emulated_cupy.backend, only=only)
+        failed = [f"{check['name']}: {check['message']}" for check in report["checks"] if check["outcome"] != "passed"]
+        assert report["passed"] > 0 and not failed, "\n".join(failed)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", config.FAULTS[1:])
+def test_faults_in_the_kernels_are_seen(fault: str):
+    from attnlib.conformance.mutants import run_mutants
+
+    (found,) = run_mutants(emulated_cupy.backend, faults=[fault])["mutants"]
+    assert found["killer"] is not None, f"{fault} passed {found['checks']} checks"
