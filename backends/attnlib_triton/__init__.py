@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
-from attnlib.backend import BackendBase, Capabilities, Family, Plan, Refusal, Target
+from attnlib.backend import BackendBase, Capabilities, Family, Plan, Refusal, RefusalCode, Target
 from attnlib.errors import UnsupportedError
 from attnlib.problem import AttentionProblem
 
@@ -34,6 +35,22 @@ class TritonBackend(BackendBase):
 
     def available(self, family: str, target: Target) -> tuple[Refusal, ...]:
         return archs.refusals(target)
+
+    def check(self, problem: AttentionProblem, family: str, target: Target) -> tuple[Refusal, ...]:
+        from . import config
+
+        arch = archs.arch_of(target)
+        lengths = [dataclasses.replace(problem, seqlen_q=length) for length in (16, 64, 128)]
+        try:
+            for one in lengths:
+                config.forward(one, arch)
+            for kernel in config.GRADIENTS if problem.grads else ():
+                config.gradient(problem, arch, kernel)
+        except ValueError as error:
+            needed, _, got = str(error).removeprefix("shared memory: needs ").partition(", got ")
+            remedy = "a smaller head_dim, or float16 or bfloat16"
+            return (Refusal(RefusalCode.CONFIG, "shared memory", needed, got, remedy),)
+        return ()
 
     def size_class(self, problem: AttentionProblem, family: str, target: Target) -> Hashable:
         from . import config

@@ -16,8 +16,7 @@ from attnlib.problem import AttentionProblem
 
 from .archs import Arch, interpreted
 
-FAULTS = ("", "ignore_window_left", "skip_delta", "dropout_ignores_head", "leak_past_kv_len", "scale", "no_rescale",
-          "head_mod", "dv_scale")  # fmt: skip
+GRADIENTS = ("query_gradient", "key_gradient", "bias_gradient")
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,14 @@ class Features:
     """What forward and backward share of a problem.
 
     k_first, k_rest, v_first, v_rest: widths of the chunks that a row of keys or values is held in, the second 0 where
-    there is one. precision: of float32 products.
+    there is one. single: operands are float32. precision: of float32 products. exact: q.k has plain
+    float32 products whatever that is.
     """
 
     interpret: bool
+    single: bool
     precision: str
+    exact: bool
     head_dim: int
     head_dim_v: int
     k_first: int
@@ -56,6 +58,11 @@ class Features:
     @property
     def natural(self) -> bool:
         """Whether scores are natural and not in units of log 2."""
+        return self.single or self.statistics
+
+    @property
+    def statistics(self) -> bool:
+        """Whether the backward needs the forward's m and l: beside a large bias log(l) is lost in lse."""
         return self.bias or self.alibi
 
     @property
@@ -66,7 +73,7 @@ class Features:
     @property
     def phases(self) -> bool:
         """Whether tiles that are visible as a whole are worth a loop of their own."""
-        return not (self.natural or self.mask or self.blocks or self.left)
+        return not (self.statistics or self.mask or self.blocks or self.left)
 
 
 @dataclass(frozen=True)
@@ -153,12 +160,19 @@ def precision(problem: AttentionProblem, arch: Arch) -> str:
     return "tf32" if problem.tf32 else "tf32x3"
 
 
+def exact(problem: AttentionProblem, arch: Arch) -> bool:
+    """Whether q.k is not made of tf32 products: transposed they are summed in another order, and exp magnifies that."""
+    return problem.dtype == torch.float32 and arch.kind in ("interpreter", "nvidia") and not problem.tf32
+
+
 def features(problem: AttentionProblem, arch: Arch) -> dict[str, Any]:
     """The fields of Features, less the tile."""
     left, right = problem.window
     return {
         "interpret": interpreted(),
+        "single": problem.dtype == torch.float32,
         "precision": precision(problem, arch),
+        "exact": exact(problem, arch),
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
         **dict(zip(("k_first", "k_rest"), chunks(problem.head_dim), strict=True)),
@@ -195,6 +209,8 @@ def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[_Shape]:
         keys = 32 if single or dim > 128 or arch.kind == "rdna" else 64
         return [(size, n, warps, s) for n in (keys, 32) for s in ((1,) if arch.amd else (3, 2, 1))]
     if arch.kind == "rdna":
+        if single:
+            return [(32, 32, 8, 1)]
         return [(64, 32, 8 if dim > 64 else 4, 1), (32, 32, 4, 1)]
     if arch.kind == "cdna":
         if single:
@@ -202,10 +218,12 @@ def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[_Shape]:
         return [(128, 64, 8 if dim > 128 else 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)]
     if single:
         return [(64, 32, 4, s) for s in (2, 1)] + [(32, 32, 4, 1)]
-    if dim <= 64:
-        return [(128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 4, 2)]
+    small_tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)]
+    if dim <= 64:  # measured on an H200
+        first = (64, 128, 4, 3) if problem.window.right is None else (128, 64, 4, 3)
+        return [first, (128, 64, 4, 3), (128, 64, 4, 2), *small_tiles]
     if dim <= 128:
-        return [(128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)]
+        return [(128, 64, 4, 3), (128, 64, 4, 2), *small_tiles]
     return [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
 
 
@@ -215,31 +233,42 @@ def _gradient_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list
     single = problem.dtype == torch.float32
     if arch.kind == "interpreter":
         return [(128, 64, 4, 1) if kernel == "key_gradient" else (64, 128, 4, 1)]
+    if arch.kind == "rdna":
+        return [(32, 32, 8, 1)]
     if arch.amd:
         return [(64, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)] if kernel != "key_gradient" else [(32, 32, 4, 1)]
     if single:
         return [(32, 32, 4, s) for s in (2, 1)]
     if kernel == "bias_gradient":
         return [(64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)]
-    if dim <= 64:
-        own, other = (128, 64), (64, 128)
+    queries = kernel == "query_gradient"
+    if dim <= 64:  # measured on an H200
+        first = [(64, 64, 4, 3), (64, 64, 4, 2)] if queries else [(32, 128, 4, 3), (32, 128, 4, 2), (32, 64, 4, 2)]
     elif dim <= 128:
-        own, other = (128, 64), (64, 128)
+        first = [(64, 64, 4, 2), (64, 64, 4, 1)] if queries else [(32, 128, 8, 2), (32, 64, 4, 2)]
     else:
-        own, other = (64, 32), (32, 64)
-    m, n = own if kernel == "query_gradient" else other
-    return [(m, n, 8, 2), (m, n, 8, 1), (32, 32, 4, 1)]
+        first = [(m, n, 8, s) for m, n in [(64, 32) if queries else (32, 64)] for s in (2, 1)]
+    return [*first, (32, 32, 4, 1)]
 
 
-def shared_bytes(problem: AttentionProblem, shape: _Shape, gradient: bool = False) -> int:
+def shared_bytes(problem: AttentionProblem, arch: Arch, shape: _Shape, gradient: bool = False) -> int:
     """About what a tile shape asks of shared memory: the tile of queries, and the keys of every stage."""
     m, n, _, stages = shape
     size = problem.dtype.itemsize
+    if arch.amd:  # tiles take turns; at most a product's two operands are there at a time
+        return (m + n) * max(width(problem.head_dim), width(problem.head_dim_v)) * size
+    if exact(problem, arch):  # slices of q and k, and no stages; dO and v, or v alone, as two tf32 numbers each
+        if gradient:
+            return 3 * max(m, n) * max(width(problem.head_dim), width(problem.head_dim_v)) * size
+        return 2 * n * width(problem.head_dim_v) * size + max(2 * m * n, 32 * (m + n)) * size
     row = (width(problem.head_dim) + width(problem.head_dim_v)) * size
     fixed = m * width(problem.head_dim) * size * (2 if problem.dtype == torch.float32 else 1)
+    bias = (
+        0 if problem.bias is None else max(1, stages - 1) * m * n * problem.bias.itemsize
+    )  # fetched ahead as keys are
     if gradient:
-        return max(m, n) * row + stages * min(m, n) * row + 2 * m * n * size
-    return fixed + stages * n * row + (m * n * size if problem.dropout_threshold else 0)
+        return max(m, n) * row + stages * min(m, n) * row + 2 * m * n * size + bias
+    return fixed + bias + stages * n * row + (m * n * size if problem.dropout_threshold else 0)
 
 
 def _launch(arch: Arch, shape: _Shape) -> Launch:
@@ -257,11 +286,10 @@ def _chosen(
     for each in shapes:
         found = tuple(wanted.get(name, value) for name, value in zip(names, each, strict=True))
         _check(found)
-        if shared_bytes(problem, found, gradient) <= arch.shared_bytes:
+        got = shared_bytes(problem, arch, found, gradient)
+        if got <= arch.shared_bytes:
             return found
-    if wanted:
-        raise ValueError(f"shared memory: needs at most {arch.shared_bytes} bytes, got {shared_bytes(problem, found)}")
-    return found
+    raise ValueError(f"shared memory: needs at most {arch.shared_bytes} bytes, got {got}")
 
 
 def _check(shape: tuple[Any, ...]) -> None:
@@ -294,8 +322,8 @@ def gradient(
 def small(problem: AttentionProblem, arch: Arch, kernel: str, dlse: bool = False) -> tuple[RowsConfig, Launch]:
     """The configuration of rows, combine, append, page_gradient or sink_gradient: fields they don't read are fixed."""
     used = {
-        "rows": "head_dim_v v_first v_rest packed paged lengths append left top_left bias alibi",
-        "combine": "head_dim_v v_first v_rest packed bias alibi",
+        "rows": "single head_dim_v v_first v_rest packed paged lengths append left top_left bias alibi",
+        "combine": "single head_dim_v v_first v_rest packed bias alibi",
         "append": "head_dim head_dim_v k_first k_rest v_first v_rest paged",
         "page_gradient": "",
         "sink_gradient": "packed",
@@ -333,6 +361,6 @@ def sections(problem: AttentionProblem, arch: Arch) -> int:
 
 
 __all__ = [
-    "FAULTS", "Features", "ForwardConfig", "GradientConfig", "Launch", "RowsConfig", "chunks", "fields", "forward",
+    "GRADIENTS", "Features", "ForwardConfig", "GradientConfig", "Launch", "RowsConfig", "chunks", "fields", "forward",
     "gradient", "replace", "sections", "small", "splits", "width",
 ]  # fmt: skip

@@ -115,7 +115,9 @@ def compile(spec: Spec, arch: str) -> Any:
     target = GPUTarget("hip", arch, AMD[arch].warp_size) if amd else GPUTarget("cuda", capability_of(arch), 32)
     attributes = _attributes(spec if amd else dataclasses.replace(spec, small=False))
     source = ASTSource(function(spec.kernel), signature, {"C": spec.config}, attributes)
-    options = {"num_warps": spec.launch.warps, "num_stages": spec.launch.stages, "enable_fp_fusion": True}
+    options = {"num_warps": spec.launch.warps, "num_stages": spec.launch.stages}
+    # in float32 s is rounded before m is subtracted from it, or the largest would not give exactly 1
+    options["enable_fp_fusion"] = not spec.config.single
     options |= dict(spec.launch.options)
     with _cache():
         return triton.compile(source, target=target, options=options)

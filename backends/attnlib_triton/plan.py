@@ -47,7 +47,7 @@ class TritonPlan:
         self._index = target.index or 0
         self._arch = arch_of(target)
         wanted = dict(shape or {})
-        inner = {name: dict(wanted.pop(name, {})) for name in ("query_gradient", "key_gradient", "bias_gradient")}
+        inner = {name: dict(wanted.pop(name, {})) for name in config.GRADIENTS}
         self._splits = wanted.pop("num_splits", None)
         self._forward, self._launch = config.forward(problem, self._arch, wanted)
         self._gradients: dict[str, tuple[GradientConfig, Launch]] = {}
@@ -131,8 +131,7 @@ class TritonPlan:
         assert t.dout is not None
         call = _Call(problem, t)
         lines, dlse = t.lse.numel(), None if t.dlse is None else t.dlse.contiguous()
-        natural = self._forward.natural
-        figures = allocate((3 if natural else 2, lines), torch.float32, t.q.device)
+        figures = allocate((3 if self._forward.statistics else 2, lines), torch.float32, t.q.device)
         small, with_ = config.small(problem, self._arch, "rows", t.dlse is not None)
         tiles, units = _tiles(problem, small.rows, problem.num_heads_q)
         values = call.common | _strides("do", t.dout, problem.packed) | {
@@ -254,7 +253,7 @@ class _Call:
         )
         left, right = problem.window
         threshold = problem.dropout_threshold
-        natural = problem.bias is not None or problem.alibi
+        natural = problem.bias is not None or problem.alibi or problem.dtype == torch.float32
         unit = 1.0 if natural else _LOG2E
         cap = problem.softcap
         capacity = problem.seqlen_k

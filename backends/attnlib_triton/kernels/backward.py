@@ -4,9 +4,10 @@
     dv = (keep p)^T dO;  dp = keep (dO v^T);  ds = p (dp - delta),  delta = dO.out - dlse
     dbias = ds;  dq = (ds * slope of the softcap) k;  dk = (ds * slope)^T q
 
-`rows` prepares per query [3, lse's size]: delta, what is subtracted from s (m, or lse in units of log 2; +inf where
-there is nothing to subtract from), 1/l. One program of `query_gradient` owns a tile of queries, one of `key_gradient` a
-tile of keys and all heads of its group, one of `bias_gradient` a tile of the bias's own elements.
+`rows` prepares per query [3, lse's size]: delta, what is subtracted from s (m with a bias or ALiBi, else lse in
+the unit of s; +inf where there is nothing to subtract from), 1/l where that is m. One program of `query_gradient` owns
+a tile of queries, one of `key_gradient` a tile of keys and all heads of its group, one of `bias_gradient` a tile of the
+bias's own elements.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .tile import (
     rows_dot,
     scaled,
     scores,
+    scores_dot,
     sequence,
     store,
     unit_and_tile,
@@ -79,13 +81,15 @@ def rows(
         delta -= tl.load(DLSE + at, mask=seen, other=0.0)
     owned = i < seq.rows
     tl.store(ROWS + at, delta, mask=owned)
-    if C.natural:
+    if C.statistics:
         m = tl.load(STATS + at, mask=seen, other=float("inf"))
         tl.store(ROWS + rows_all + at, m, mask=owned)
         total = tl.load(STATS + rows_all + at, mask=seen, other=1.0)
         tl.store(ROWS + 2 * rows_all.to(tl.int64) + at, 1.0 / total, mask=owned)
     else:
-        tl.store(ROWS + rows_all + at, tl.where(seen, lse * LOG2E, float("inf")), mask=owned)
+        if not C.natural:
+            lse *= LOG2E
+        tl.store(ROWS + rows_all + at, tl.where(seen, lse, float("inf")), mask=owned)
 
 
 @triton.jit
@@ -94,7 +98,7 @@ def load_rows(ROWS, rows_all, at, ok, C: tl.constexpr):
     delta = tl.load(ROWS + at, mask=ok, other=0.0)
     m = tl.load(ROWS + rows_all + at, mask=ok, other=float("inf"))
     inverse = m
-    if C.natural:
+    if C.statistics:
         inverse = tl.load(ROWS + 2 * rows_all.to(tl.int64) + at, mask=ok, other=0.0)
     return delta, m, inverse
 
@@ -107,7 +111,9 @@ def gradients(
     delta, m, inverse = row
     s, t = scores(x, place, seq, extras, scalars, EDGE, C)
     if C.natural:
-        p = tl.exp2((s - m) * LOG2E) * inverse
+        p = tl.exp2((s - m) * LOG2E)
+        if C.statistics:
+            p *= inverse
     else:
         p = tl.exp2(s - m)
     kept = p
@@ -129,8 +135,8 @@ def gradients(
 
 @triton.jit
 def _over_keys(
-    dq, q, dout, row, K, V, DBIAS, kv_head, table, table_row, page_size, start, stop, place, seq, extras, scalars, seed,
-    EDGE: tl.constexpr, C: tl.constexpr,
+    dq, q, q_rows, dout, row, K, V, DBIAS, kv_head, table, table_row, page_size, start, stop, place, seq, extras,
+    scalars, seed, EDGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = C.block_n
     key = tl.arange(0, N)
@@ -144,9 +150,10 @@ def _over_keys(
             ok = (j >= seq.lo) & (j < seq.kv_len)
             ptr, offsets = key_rows(K, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
             k = load(ptr, offsets, ok, False, EDGE, C)
+            k_rows = (ptr, offsets, ok)
             ptr, offsets = key_rows(V, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
             v = load(ptr, offsets, ok, True, EDGE, C)
-            x = rows_dot(q, k, C)
+            x = scores_dot(q, q_rows, k, k_rows, C.block_m, N, C)
             dp = rows_dot(dout, v, C)
             _, ds, bent = gradients(x, dp, row, here, seq, extras, scalars, seed, EDGE, False, C)
             if C.bias_store:
@@ -209,7 +216,8 @@ def query_gradient(
     if i0 >= seq.q_len:
         stop = start
     begin = seq.q_row + tl.cast(i0, tl.int64)
-    q = load(head_of(Rows(Q, q_b, q_i, q_h), seq, head) + begin * q_i, row * q_i, ok, False, True, C)
+    q_rows = (head_of(Rows(Q, q_b, q_i, q_h), seq, head) + begin * q_i, row * q_i, ok)
+    q = load(q_rows[0], q_rows[1], ok, False, True, C)
     dout = load(head_of(Rows(DOUT, do_b, do_i, do_h), seq, head) + begin * do_i, row * do_i, ok, True, True, C)
     delta, m, inverse = load_rows(ROWS, rows_all, row_zero(lengths, seq, head, heads_q, C) + i, ok, C)
     figures = (delta[:, None], m[:, None], inverse[:, None])
@@ -225,12 +233,12 @@ def query_gradient(
     if C.phases:
         middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
         dq = _over_keys(
-            dq, q, dout, figures, keys, values, target, head // group, TABLE, table_row, page_size, start, middle,
-            place, seq, extras, scalars, seed, False, C,
+            dq, q, q_rows, dout, figures, keys, values, target, head // group, TABLE, table_row, page_size, start,
+            middle, place, seq, extras, scalars, seed, False, C,
         )  # fmt: skip
     dq = _over_keys(
-        dq, q, dout, figures, keys, values, target, head // group, TABLE, table_row, page_size, middle, stop, place,
-        seq, extras, scalars, seed, True, C,
+        dq, q, q_rows, dout, figures, keys, values, target, head // group, TABLE, table_row, page_size, middle, stop,
+        place, seq, extras, scalars, seed, True, C,
     )  # fmt: skip
     if C.query:
         ptr = head_of(Rows(DQ, dq_b, dq_i, dq_h), seq, head) + begin * dq_i
@@ -242,7 +250,7 @@ def query_gradient(
 
 @triton.jit
 def _over_queries(
-    dk, dv, k, v, Q, DOUT, ROWS, rows_all, at, start, stop, place, seq, extras, scalars, seed,
+    dk, dv, k, k_rows, v, Q, DOUT, ROWS, rows_all, at, start, stop, place, seq, extras, scalars, seed,
     EDGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = C.block_m
@@ -256,10 +264,11 @@ def _over_queries(
         if wanted:
             ok = i < seq.q_len
             begin = seq.q_row + tl.cast(i0, tl.int64)
-            q = load(head_of(Q, seq, place.head) + begin * Q.i, row * Q.i, ok, False, True, C)
+            q_rows = (head_of(Q, seq, place.head) + begin * Q.i, row * Q.i, ok)
+            q = load(q_rows[0], q_rows[1], ok, False, True, C)
             dout = load(head_of(DOUT, seq, place.head) + begin * DOUT.i, row * DOUT.i, ok, True, True, C)
             delta, m, inverse = load_rows(ROWS, rows_all, at + i, ok, C)
-            x = rows_dot(k, q, C)
+            x = scores_dot(k, k_rows, q, q_rows, C.block_n, M, C)
             dp = rows_dot(v, dout, C)
             figures = (delta[None, :], m[None, :], inverse[None, :])
             kept, _, bent = gradients(x, dp, figures, here, seq, extras, scalars, seed, EDGE, True, C)
@@ -320,6 +329,7 @@ def key_gradient(
     ok = (j >= seq.lo) & (j < seq.kv_len)
     ptr, offsets = key_rows(Rows(K, k_b, k_i, k_h), seq, kv_head, TABLE, table_row, page_size, j0, N, True, C)
     k = load(ptr, offsets, ok, False, True, C)
+    k_rows = (ptr, offsets, ok)
     ptr, offsets = key_rows(Rows(V, v_b, v_i, v_h), seq, kv_head, TABLE, table_row, page_size, j0, N, True, C)
     v = load(ptr, offsets, ok, True, True, C)
     seed = 0
@@ -336,22 +346,22 @@ def key_gradient(
         if C.phases:
             if C.right:
                 dk, dv = _over_queries(
-                    dk, dv, k, v, queries, douts, ROWS, rows_all, at, start, full, place, seq, extras, scalars, seed,
-                    True, C,
+                    dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, start, full, place, seq, extras, scalars,
+                    seed, True, C,
                 )  # fmt: skip
                 dk, dv = _over_queries(
-                    dk, dv, k, v, queries, douts, ROWS, rows_all, at, full, stop, place, seq, extras, scalars, seed,
-                    False, C,
+                    dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, full, stop, place, seq, extras, scalars,
+                    seed, False, C,
                 )  # fmt: skip
             else:
                 dk, dv = _over_queries(
-                    dk, dv, k, v, queries, douts, ROWS, rows_all, at, start, stop, place, seq, extras, scalars, seed,
-                    False, C,
+                    dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, start, stop, place, seq, extras, scalars,
+                    seed, False, C,
                 )  # fmt: skip
         else:
             dk, dv = _over_queries(
-                dk, dv, k, v, queries, douts, ROWS, rows_all, at, start, stop, place, seq, extras, scalars, seed,
-                True, C,
+                dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, start, stop, place, seq, extras, scalars,
+                seed, True, C,
             )  # fmt: skip
     dk = only(dk, j < seq.kv_len)  # a tile that every query sees is not tested for the end of the keys
     dv = only(dv, j < seq.kv_len)
@@ -480,16 +490,18 @@ def bias_gradient(
             begin = seq.q_row + tl.cast(i0, tl.int64)
             ptr = head_of(Rows(Q, q_b, q_i, q_h), seq, head) + begin * q_i
             q = load(ptr, row * q_i, ok, False, True, C)
+            q_rows = (ptr, row * q_i, ok)
             ptr = head_of(Rows(DOUT, do_b, do_i, do_h), seq, head) + begin * do_i
             dout = load(ptr, row * do_i, ok, True, True, C)
             kv = head // group
             ptr, offsets = key_rows(Rows(K, k_b, k_i, k_h), seq, kv, TABLE, table_row, page_size, j0, N, True, C)
             k = load(ptr, offsets, ok_j, False, True, C)
+            k_rows = (ptr, offsets, ok_j)
             ptr, offsets = key_rows(Rows(V, v_b, v_i, v_h), seq, kv, TABLE, table_row, page_size, j0, N, True, C)
             v = load(ptr, offsets, ok_j, True, True, C)
             delta, m, inverse = load_rows(ROWS, rows_all, row_zero(lengths, seq, head, heads_q, C) + i, ok, C)
             figures = (delta[:, None], m[:, None], inverse[:, None])
-            x = rows_dot(q, k, C)
+            x = scores_dot(q, q_rows, k, k_rows, M, N, C)
             dp = rows_dot(dout, v, C)
             _, ds, _ = gradients(x, dp, figures, here, seq, extras, scalars, seed, True, False, C)
             acc += ds

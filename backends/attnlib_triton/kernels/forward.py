@@ -33,9 +33,9 @@ from .tile import (
     only,
     packed_tile,
     row_zero,
-    rows_dot,
     scaled,
     scores,
+    scores_dot,
     sequence,
     store,
     unit_and_tile,
@@ -44,12 +44,12 @@ from .tile import (
 
 
 @triton.jit
-def _take(state, q, k, v, place, seq, extras, scalars, seed, EDGE: tl.constexpr, C: tl.constexpr):
+def _take(state, q, q_rows, k, k_rows, v, place, seq, extras, scalars, seed, EDGE: tl.constexpr, C: tl.constexpr):
     """One tile of keys into (acc, m, l)."""
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
     acc, m, total = state
-    x = rows_dot(q, k, C)
+    x = scores_dot(q, q_rows, k, k_rows, M, N, C)
     if C.raw and not EDGE:
         highest = tl.maximum(m, tl.max(x, 1) * scalars.factor)
         finite = tl.where(highest == float("-inf"), 0.0, highest)
@@ -74,7 +74,7 @@ def _take(state, q, k, v, place, seq, extras, scalars, seed, EDGE: tl.constexpr,
 
 @triton.jit
 def _attend(
-    state, q, K, V, kv_head, table, table_row, page_size, start, stop, place, seq, extras, scalars, seed,
+    state, q, q_rows, K, V, kv_head, table, table_row, page_size, start, stop, place, seq, extras, scalars, seed,
     EDGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Every tile of keys from start (a multiple of block_n) on."""
@@ -90,9 +90,10 @@ def _attend(
             ok = (j >= seq.lo) & (j < seq.kv_len)
             ptr, offsets = key_rows(K, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
             k = load(ptr, offsets, ok, False, EDGE, C)
+            k_rows = (ptr, offsets, ok)
             ptr, offsets = key_rows(V, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
             v = load(ptr, offsets, ok, True, EDGE, C)
-            state = _take(state, q, k, v, here, seq, extras, scalars, seed, EDGE, C)
+            state = _take(state, q, q_rows, k, k_rows, v, here, seq, extras, scalars, seed, EDGE, C)
     return state
 
 
@@ -171,7 +172,9 @@ def forward(
         start += part * each
 
     first = head_of(Rows(Q, q_b, q_i, q_h), seq, head0) + (seq.q_row + tl.cast(i0, tl.int64)) * q_i
-    q = load(first, (i - i0) * q_i + (head - head0) * q_h, ok, False, True, C)
+    offsets = (i - i0) * q_i + (head - head0) * q_h
+    q = load(first, offsets, ok, False, True, C)
+    q_rows = (first, offsets, ok)
     if C.flip:  # a negative scale must not turn the maximum into a minimum
         q = flipped(q, C)
     m = tl.full((M,), float("-inf"), tl.float32)
@@ -195,12 +198,12 @@ def forward(
     if C.phases:
         middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
         state = _attend(
-            state, q, keys, values, kv_head, TABLE, table_row, page_size, start, middle, place, seq, extras, scalars,
-            seed, False, C,
+            state, q, q_rows, keys, values, kv_head, TABLE, table_row, page_size, start, middle, place, seq, extras,
+            scalars, seed, False, C,
         )  # fmt: skip
     state = _attend(
-        state, q, keys, values, kv_head, TABLE, table_row, page_size, middle, stop, place, seq, extras, scalars, seed,
-        True, C,
+        state, q, q_rows, keys, values, kv_head, TABLE, table_row, page_size, middle, stop, place, seq, extras,
+        scalars, seed, True, C,
     )  # fmt: skip
     acc, m, total = state
     m = tl.where(ok, m, float("-inf"))

@@ -2,7 +2,8 @@
 
     s = scale * x;  s = softcap * tanh(s / softcap);  s += alibi + bias;  s = -inf where not visible.
 
-Scores are kept in units of log 2, or natural where a bias or ALiBi is added (m is subtracted before units change).
+Scores are kept in units of log 2, or natural in float32 and where a bias or ALiBi is added: what is subtracted goes
+first, then units change, so that a score as large as the maximum gives exactly 1.
 `C` is a frozen configuration (config.Features and its children), the only compile-time argument. A row of head_dim
 elements is held as one or two chunks whose widths are powers of two; the last one may reach beyond head_dim and is
 masked. Offsets inside a tile are as wide as the strides given; what leads to a tile is added to its pointer in 64 bits.
@@ -369,6 +370,30 @@ def rows_dot(a, b, C: tl.constexpr):
     if len(a) == 2:
         s = add_dot(a[1], tl.trans(b[1]), s, C)
     return s
+
+
+@triton.jit
+def _slice(rows, column, C: tl.constexpr):
+    ptr, offsets, ok = rows
+    mask = ok[:, None] & (column < C.head_dim)[None, :]
+    return tl.load(ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def scores_dot(a, a_rows, b, b_rows, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """q.k, of A queries by B keys or transposed. *_rows: where a and b were loaded from: address, offsets, which.
+
+    exact: plain float32 products in the order of head_dim, the same bits in forward and backward; read anew in slices,
+    since whole rows as such a product needs them do not fit into registers.
+    """
+    if C.exact:
+        x = tl.zeros((A, B), tl.float32)
+        for first in tl.range(0, C.head_dim, 32):
+            column = first + tl.arange(0, 32)
+            x = tl.dot(_slice(a_rows, column, C), tl.trans(_slice(b_rows, column, C)), x, input_precision="ieee")
+        return x
+    else:
+        return rows_dot(a, b, C)
 
 
 @triton.jit
