@@ -272,6 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     if options.report:
         value = {**report, "not_run": left, "jobs": options.jobs}
+        Path(options.report).parent.mkdir(parents=True, exist_ok=True)
         Path(options.report).write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
     print(f"{options.backend}, {work}: {_counts(ordered)}, {len(left)} not run, {report['seconds']:.0f} s")
     return 1 if left or any(o["outcome"] in (FAILED, SURVIVED) for o in ordered) else 0

@@ -1,0 +1,366 @@
+"""From a problem and an architecture to kernel configurations: pure functions, no GPU touched, no Triton imported.
+
+The frozen dataclasses here are the kernels' only compile-time argument. Lengths, batch, head counts and scalars never
+are. `Launch` holds what the compiler is told beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from attnlib.problem import AttentionProblem
+
+from .archs import Arch, interpreted
+
+GRADIENTS = ("query_gradient", "key_gradient", "bias_gradient")
+
+
+@dataclass(frozen=True)
+class Features:
+    """What forward and backward share of a problem.
+
+    k_first, k_rest, v_first, v_rest: widths of the chunks that a row of keys or values is held in, the second 0 where
+    there is one. single: operands are float32. precision: of float32 products. exact: q.k has plain
+    float32 products whatever that is.
+    """
+
+    interpret: bool
+    single: bool
+    precision: str
+    exact: bool
+    head_dim: int
+    head_dim_v: int
+    k_first: int
+    k_rest: int
+    v_first: int
+    v_rest: int
+    packed: bool
+    paged: bool
+    lengths: bool
+    append: bool
+    left: bool
+    right: bool
+    top_left: bool
+    softcap: bool
+    bias: bool
+    mask: bool
+    blocks: bool
+    alibi: bool
+    dropout: bool
+    pack: bool
+    block_m: int
+    block_n: int
+
+    @property
+    def natural(self) -> bool:
+        """Whether scores are natural and not in units of log 2."""
+        return self.single or self.statistics
+
+    @property
+    def statistics(self) -> bool:
+        """Whether the backward needs the forward's m and l: beside a large bias log(l) is lost in lse."""
+        return self.bias or self.alibi
+
+    @property
+    def raw(self) -> bool:
+        """Whether nothing but the scale stands between q.k and the exponential."""
+        return not (self.natural or self.softcap or self.mask or self.blocks)
+
+    @property
+    def phases(self) -> bool:
+        """Whether tiles that are visible as a whole are worth a loop of their own."""
+        return not (self.statistics or self.mask or self.blocks or self.left)
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Features):
+    sinks: bool
+    stats: bool
+    split: bool = False
+    flip: bool = False  # the scale is negative, and q gets its sign
+
+
+@dataclass(frozen=True)
+class GradientConfig(Features):
+    """query, keys, values: which of dq, dk, dv are stored. bias_store: dbias is, by the kernel for dq.
+
+    sum_rows, sum_columns: the bias has one row, one column.
+    """
+
+    query: bool = True
+    keys: bool = True
+    values: bool = True
+    bias_store: bool = False
+    sum_rows: bool = False
+    sum_columns: bool = False
+
+
+@dataclass(frozen=True)
+class RowsConfig(Features):
+    """The small kernels: rows a program takes; scan: elements read at a time; dlse: whether one is given."""
+
+    rows: int = 16
+    scan: int = 1024
+    sinks: bool = False
+    dlse: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Warps a program has, stages of its pipeline, and further options of the compiler."""
+
+    warps: int
+    stages: int
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def chunks(dim: int) -> tuple[int, int]:
+    """Powers of two, at least 16, that hold dim elements with little waste: 80 = 64 + 16, 192 = 128 + 64, 112 = 128."""
+    whole = 1 << max(4, dim.bit_length() - 1)
+    if dim <= whole:
+        return whole, 0
+    rest = 1 << max(4, (dim - whole - 1).bit_length())
+    return (2 * whole, 0) if rest >= whole else (whole, rest)
+
+
+def width(dim: int) -> int:
+    """Elements of a row as it is held."""
+    return sum(chunks(dim))
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+
+
+def packable(problem: AttentionProblem) -> bool:
+    """Whether the heads of a group may share a tile of queries: dropout draws for two rows of one head at a time."""
+    return 1 < problem.group <= 64 and problem.dropout_threshold == 0
+
+
+def pack(problem: AttentionProblem) -> bool:
+    """Whether they do: short query lists."""
+    return packable(problem) and problem.seqlen_q * problem.group <= 64
+
+
+def rows(problem: AttentionProblem) -> int:
+    """Rows a tile needs at most: 16, 32, 64, or 128 for everything longer."""
+    longest = problem.seqlen_q * (problem.group if pack(problem) else 1)
+    return next(size for size in (16, 32, 64, 128) if longest <= size or size == 128)
+
+
+def precision(problem: AttentionProblem, arch: Arch) -> str:
+    """How float32 is multiplied: as it is, or (on NVIDIA) as three products of tf32, which err no more."""
+    if problem.dtype != torch.float32 or arch.kind in ("interpreter", "rdna"):
+        return "ieee"
+    if arch.amd:
+        return "tf32" if problem.tf32 and arch.name == "gfx942" else "ieee"
+    return "tf32" if problem.tf32 else "tf32x3"
+
+
+def exact(problem: AttentionProblem, arch: Arch) -> bool:
+    """Whether q.k is not made of tf32 products: transposed they are summed in another order, and exp magnifies that."""
+    return problem.dtype == torch.float32 and arch.kind in ("interpreter", "nvidia") and not problem.tf32
+
+
+def features(problem: AttentionProblem, arch: Arch) -> dict[str, Any]:
+    """The fields of Features, less the tile."""
+    left, right = problem.window
+    return {
+        "interpret": interpreted(),
+        "single": problem.dtype == torch.float32,
+        "precision": precision(problem, arch),
+        "exact": exact(problem, arch),
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        **dict(zip(("k_first", "k_rest"), chunks(problem.head_dim), strict=True)),
+        **dict(zip(("v_first", "v_rest"), chunks(problem.head_dim_v), strict=True)),
+        "packed": problem.packed,
+        "paged": problem.page_size is not None,
+        "lengths": problem.lengths or problem.append,
+        "append": problem.append,
+        "left": left is not None,
+        "right": right is not None,
+        "top_left": problem.top_left,
+        "softcap": problem.softcap is not None,
+        "bias": problem.bias is not None,
+        "mask": problem.mask,
+        "blocks": problem.block_mask is not None,
+        "alibi": problem.alibi,
+        "dropout": problem.dropout_threshold > 0,
+        "pack": False,
+    }
+
+
+_Shape = tuple[int, int, int, int]  # block_m, block_n, warps, stages
+
+
+def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[_Shape]:
+    """Tile shapes by preference; the first whose tiles fit into shared memory is taken."""
+    size = rows(problem)
+    dim = max(width(problem.head_dim), width(problem.head_dim_v))
+    single = problem.dtype == torch.float32
+    if arch.kind == "interpreter":
+        return [(min(size, 64), 128, 4, 1)]
+    if size < 128:
+        warps = {16: 4, 32: 4, 64: 4}[size]
+        keys = 32 if single or dim > 128 or arch.kind == "rdna" else 64
+        return [(size, n, warps, s) for n in (keys, 32) for s in ((1,) if arch.amd else (3, 2, 1))]
+    if arch.kind == "rdna":
+        if single:
+            return [(32, 32, 8, 1)]
+        return [(64, 32, 8 if dim > 64 else 4, 1), (32, 32, 4, 1)]
+    if arch.kind == "cdna":
+        if single:
+            return [(64, 32, 4, 1), (32, 32, 4, 1)]
+        return [(128, 64, 8 if dim > 128 else 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)]
+    if single:
+        return [(64, 32, 4, s) for s in (2, 1)] + [(32, 32, 4, 1)]
+    small_tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)]
+    if dim <= 64:  # measured on an H200
+        first = (64, 128, 4, 3) if problem.window.right is None else (128, 64, 4, 3)
+        return [first, (128, 64, 4, 3), (128, 64, 4, 2), *small_tiles]
+    if dim <= 128:
+        return [(128, 64, 4, 3), (128, 64, 4, 2), *small_tiles]
+    return [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
+
+
+def _gradient_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list[_Shape]:
+    """As _forward_shapes, for "query_gradient" (whose programs own queries), "key_gradient" and "bias_gradient"."""
+    dim = max(width(problem.head_dim), width(problem.head_dim_v))
+    single = problem.dtype == torch.float32
+    if arch.kind == "interpreter":
+        return [(128, 64, 4, 1) if kernel == "key_gradient" else (64, 128, 4, 1)]
+    if arch.kind == "rdna":
+        return [(32, 32, 8, 1)]
+    if arch.amd:
+        return [(64, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)] if kernel != "key_gradient" else [(32, 32, 4, 1)]
+    if single:
+        return [(32, 32, 4, s) for s in (2, 1)]
+    if kernel == "bias_gradient":
+        return [(64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)]
+    queries = kernel == "query_gradient"
+    if dim <= 64:  # measured on an H200
+        first = [(64, 64, 4, 3), (64, 64, 4, 2)] if queries else [(32, 128, 4, 3), (32, 128, 4, 2), (32, 64, 4, 2)]
+    elif dim <= 128:
+        first = [(64, 64, 4, 2), (64, 64, 4, 1)] if queries else [(32, 128, 8, 2), (32, 64, 4, 2)]
+    else:
+        first = [(m, n, 8, s) for m, n in [(64, 32) if queries else (32, 64)] for s in (2, 1)]
+    return [*first, (32, 32, 4, 1)]
+
+
+def shared_bytes(problem: AttentionProblem, arch: Arch, shape: _Shape, gradient: bool = False) -> int:
+    """About what a tile shape asks of shared memory: the tile of queries, and the keys of every stage."""
+    m, n, _, stages = shape
+    size = problem.dtype.itemsize
+    if arch.amd:  # tiles take turns; at most a product's two operands are there at a time
+        return (m + n) * max(width(problem.head_dim), width(problem.head_dim_v)) * size
+    if exact(problem, arch):  # slices of q and k, and no stages; dO and v, or v alone, as two tf32 numbers each
+        if gradient:
+            return 3 * max(m, n) * max(width(problem.head_dim), width(problem.head_dim_v)) * size
+        return 2 * n * width(problem.head_dim_v) * size + max(2 * m * n, 32 * (m + n)) * size
+    row = (width(problem.head_dim) + width(problem.head_dim_v)) * size
+    fixed = m * width(problem.head_dim) * size * (2 if problem.dtype == torch.float32 else 1)
+    bias = (
+        0 if problem.bias is None else max(1, stages - 1) * m * n * problem.bias.itemsize
+    )  # fetched ahead as keys are
+    if gradient:
+        return max(m, n) * row + stages * min(m, n) * row + 2 * m * n * size + bias
+    return fixed + bias + stages * n * row + (m * n * size if problem.dropout_threshold else 0)
+
+
+def _launch(arch: Arch, shape: _Shape) -> Launch:
+    return Launch(shape[2], shape[3])
+
+
+def _chosen(
+    problem: AttentionProblem, arch: Arch, shapes: list[_Shape], shape: Mapping[str, Any] | None, gradient: bool
+) -> _Shape:
+    wanted = dict(shape or {})
+    names = ("block_m", "block_n", "warps", "stages")
+    unknown = sorted(set(wanted) - set(names))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: needs block_m, block_n, warps or stages")
+    for each in shapes:
+        found = tuple(wanted.get(name, value) for name, value in zip(names, each, strict=True))
+        _check(found)
+        got = shared_bytes(problem, arch, found, gradient)
+        if got <= arch.shared_bytes:
+            return found
+    raise ValueError(f"shared memory: needs at most {arch.shared_bytes} bytes, got {got}")
+
+
+def _check(shape: tuple[Any, ...]) -> None:
+    for name, value, least in zip(("block_m", "block_n", "warps", "stages"), shape, (16, 32, 1, 1), strict=True):
+        fits = isinstance(value, int) and value >= least and (name == "stages" or value & (value - 1) == 0)
+        if not fits:
+            raise ValueError(f"{name}: needs a power of two of at least {least}, got {value!r}")
+
+
+def forward(
+    problem: AttentionProblem, arch: Arch, shape: Mapping[str, Any] | None = None
+) -> tuple[ForwardConfig, Launch]:
+    """The forward's configuration. shape overrides block_m, block_n, warps, stages; ValueError if it does not fit."""
+    found = _chosen(problem, arch, _forward_shapes(problem, arch), shape, False)
+    packs = pack(problem) and problem.group <= found[0]
+    common = features(problem, arch) | {"pack": packs, "block_m": found[0], "block_n": found[1]}
+    config = ForwardConfig(**common, sinks=problem.sinks is not None, stats=problem.needs_stats)
+    return config, _launch(arch, found)
+
+
+def gradient(
+    problem: AttentionProblem, arch: Arch, kernel: str, shape: Mapping[str, Any] | None = None
+) -> tuple[GradientConfig, Launch]:
+    """The configuration of query_gradient, key_gradient or bias_gradient; what they store is decided by the plan."""
+    found = _chosen(problem, arch, _gradient_shapes(problem, arch, kernel), shape, True)
+    config = GradientConfig(**features(problem, arch), block_m=found[0], block_n=found[1])
+    return config, _launch(arch, found)
+
+
+def small(problem: AttentionProblem, arch: Arch, kernel: str, dlse: bool = False) -> tuple[RowsConfig, Launch]:
+    """The configuration of rows, combine, append, page_gradient or sink_gradient: fields they don't read are fixed."""
+    used = {
+        "rows": "single head_dim_v v_first v_rest packed paged lengths append left top_left bias alibi",
+        "combine": "single head_dim_v v_first v_rest packed bias alibi",
+        "append": "head_dim head_dim_v k_first k_rest v_first v_rest paged",
+        "page_gradient": "",
+        "sink_gradient": "packed",
+    }[kernel].split()
+    all_fields = features(problem, arch)
+    common = {name: value if name in used else type(value)() for name, value in all_fields.items()}
+    common |= {"interpret": all_fields["interpret"], "block_m": 0, "block_n": 0}
+    longest = max(width(problem.head_dim), width(problem.head_dim_v))
+    size = 16 if kernel in ("append", "page_gradient") or longest > 128 else 32
+    if kernel == "combine":
+        size = 4 if not interpreted() else 32
+    sinks = problem.sinks is not None and kernel == "combine"
+    return RowsConfig(**common, rows=size, sinks=sinks, dlse=dlse), Launch(4, 1)
+
+
+def splits(problem: AttentionProblem, arch: Arch, config: ForwardConfig) -> int:
+    """Shares of the keys, so that a short query list still fills the device."""
+    if problem.needs_stats or problem.seqlen_k < 4 * config.block_n:
+        return 1
+    heads = problem.num_heads_kv if config.pack else problem.num_heads_q
+    per_tile = config.block_m // problem.group if config.pack else config.block_m
+    tiles = -(-problem.seqlen_q // per_tile) * heads * problem.batch
+    slots = arch.multiprocessors * 2
+    if arch.kind == "interpreter":
+        slots = 8
+    if tiles * 5 > slots * 4:
+        return 1
+    return max(1, min(slots // max(tiles, 1), problem.seqlen_k // (2 * config.block_n), 128))
+
+
+def sections(problem: AttentionProblem, arch: Arch) -> int:
+    """Heads whose tiles run side by side: as many as keep their keys and values in a third of the cache."""
+    each = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    return max(1, min(1 << 20, arch.l2_bytes // 3 // max(each, 1)) * problem.group)
+
+
+__all__ = [
+    "GRADIENTS", "Features", "ForwardConfig", "GradientConfig", "Launch", "RowsConfig", "chunks", "fields", "forward",
+    "gradient", "replace", "sections", "small", "splits", "width",
+]  # fmt: skip

@@ -1,0 +1,318 @@
+"""The forward, and what joins its parts when the keys are shared out.
+
+    for each tile of keys that a tile of queries may see:
+        s = scores; m' = max(m, s); p = exp(s - m')
+        l = l exp(m - m') + sum p;  acc = acc exp(m - m') + (keep p) v
+    out = acc / l;  lse = m + log l
+
+Tiles that every row sees whole come without a test; those that an edge of the window or of the keys crosses follow.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tile import (
+    LN2,
+    LOG2E,
+    Extras,
+    Lengths,
+    Map,
+    Place,
+    Rows,
+    Scalars,
+    add_product,
+    any_block,
+    bounded,
+    flipped,
+    head_of,
+    keeps,
+    key_rows,
+    load,
+    only,
+    packed_tile,
+    row_zero,
+    scaled,
+    scores,
+    scores_dot,
+    sequence,
+    store,
+    unit_and_tile,
+    zeros,
+)
+
+
+@triton.jit
+def _take(state, q, q_rows, k, k_rows, v, place, seq, extras, scalars, seed, EDGE: tl.constexpr, C: tl.constexpr):
+    """One tile of keys into (acc, m, l)."""
+    M: tl.constexpr = C.block_m
+    N: tl.constexpr = C.block_n
+    acc, m, total = state
+    x = scores_dot(q, q_rows, k, k_rows, M, N, C)
+    if C.raw and not EDGE:
+        highest = tl.maximum(m, tl.max(x, 1) * scalars.factor)
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        p = tl.exp2(x * scalars.factor - finite[:, None])
+        correction = tl.exp2(m - finite)
+    else:
+        s, _ = scores(x, place, seq, extras, scalars, EDGE, C)
+        highest = tl.maximum(m, tl.max(s, 1))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        if C.natural:
+            p = tl.exp2((s - finite[:, None]) * LOG2E)
+            correction = tl.exp2((m - finite) * LOG2E)
+        else:
+            p = tl.exp2(s - finite[:, None])
+            correction = tl.exp2(m - finite)
+    total = total * correction + tl.sum(p, 1)
+    if C.dropout:
+        kept = keeps(seed, place.b, place.head0, place.i0, place.j0, scalars.threshold, M, N, False)
+        p = tl.where(kept, p, 0.0)
+    return add_product(p, v, scaled(acc, correction[:, None]), C), highest, total
+
+
+@triton.jit
+def _attend(
+    state, q, q_rows, K, V, kv_head, table, table_row, page_size, start, stop, place, seq, extras, scalars, seed,
+    EDGE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Every tile of keys from start (a multiple of block_n) on."""
+    N: tl.constexpr = C.block_n
+    key = tl.arange(0, N)
+    for j0 in tl.range(start, stop, N):
+        j = j0 + key
+        here = Place(place.b, place.head, place.head0, place.i, j[None, :], place.i0, j0)
+        wanted = True
+        if C.blocks:
+            wanted = any_block(extras, here, seq, C)
+        if wanted:
+            ok = (j >= seq.lo) & (j < seq.kv_len)
+            ptr, offsets = key_rows(K, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
+            k = load(ptr, offsets, ok, False, EDGE, C)
+            k_rows = (ptr, offsets, ok)
+            ptr, offsets = key_rows(V, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
+            v = load(ptr, offsets, ok, True, EDGE, C)
+            state = _take(state, q, q_rows, k, k_rows, v, here, seq, extras, scalars, seed, EDGE, C)
+    return state
+
+
+@triton.jit
+def forward(
+    Q, K, V, OUT, LSE, STATS, SINKS, PARTIAL, PARTIAL_ROWS,
+    BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED,
+    q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h,
+    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j,
+    blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row,
+    given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens, heads_q, group, columns,
+    left, right, page_size, block_q, block_k, threshold, units, tiles, section, rows_all,
+    factor, cap, keep_scale,
+    C: tl.constexpr,
+):  # fmt: skip
+    M: tl.constexpr = C.block_m
+    N: tl.constexpr = C.block_n
+    lengths = Lengths(
+        Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens
+    )
+    extras = Extras(
+        Map(BIAS, bias_b, bias_h, bias_i, bias_j), Map(MASK, mask_b, mask_h, mask_i, mask_j),
+        Map(BLOCKS, blocks_b, blocks_h, blocks_i, blocks_j), Map(ALIBI, alibi_b, alibi_h, 0, 0),
+        block_q, block_k, seqlen_q, columns,
+    )  # fmt: skip
+    scalars = Scalars(factor, cap, left, right, threshold, keep_scale)
+    per_tile = M
+    per_unit = group
+    if C.pack:  # a tile holds all heads of a group
+        per_tile = M // group
+        per_unit = 1
+    unit, tile = unit_and_tile(tl.program_id(0), units, tiles, section, C.right)
+    if C.packed:
+        index, tile = packed_tile(CU_Q, batch, total_q, tile, M if not C.pack else per_tile)
+    else:
+        heads = heads_q // group * per_unit
+        index = unit // heads
+        unit = unit % heads
+    seq = sequence(lengths, scalars, index, C)
+    i0 = tile * per_tile
+    if i0 >= seq.rows:
+        return
+    row = tl.arange(0, M)
+    if C.pack:
+        kv_head = unit
+        head0 = unit * group
+        i = i0 + row // group
+        head = head0 + row % group
+        ok = (row < per_tile * group) & (i < seq.q_len)
+        owned = (row < per_tile * group) & (i < seq.rows)
+    else:
+        kv_head = unit // group
+        head0 = unit
+        i = i0 + row
+        head = head0
+        ok = i < seq.q_len
+        owned = i < seq.rows
+
+    # the keys that these queries may see, and those of them that all see
+    last = tl.minimum(i0 + per_tile, seq.q_len) - 1
+    stop = seq.kv_len
+    whole = seq.kv_len
+    start = 0
+    if C.right:
+        stop = bounded(last + seq.shift + right + 1, 0, stop)
+        whole = bounded(i0 + seq.shift + right + 1, 0, whole)
+    if C.left:
+        start = bounded(i0 + seq.shift - left, 0, stop) // N * N
+    if i0 >= seq.q_len:
+        stop = start
+    if C.split:
+        parts = tl.num_programs(1)
+        part = tl.program_id(1)
+        each = tl.cdiv(tl.cdiv(stop - start, N), parts) * N
+        stop = tl.minimum(stop, start + (part + 1) * each)
+        start += part * each
+
+    first = head_of(Rows(Q, q_b, q_i, q_h), seq, head0) + (seq.q_row + tl.cast(i0, tl.int64)) * q_i
+    offsets = (i - i0) * q_i + (head - head0) * q_h
+    q = load(first, offsets, ok, False, True, C)
+    q_rows = (first, offsets, ok)
+    if C.flip:  # a negative scale must not turn the maximum into a minimum
+        q = flipped(q, C)
+    m = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    if C.sinks:
+        sink = tl.load(SINKS + head).to(tl.float32)
+        if not C.natural:
+            sink *= LOG2E
+        m = tl.where(ok, sink, float("-inf"))
+        total = tl.where(m == float("-inf"), 0.0, 1.0)
+    state = (zeros(M, True, C), m, total)
+    seed = 0
+    if C.dropout:
+        seed = tl.load(SEED)
+    place = Place(index, head, head0, i[:, None], row[None, :], i0, 0)
+    if C.pack:
+        place = Place(index, head[:, None], head0, i[:, None], row[None, :], i0, 0)
+    keys = Rows(K, k_b, k_i, k_h)
+    values = Rows(V, v_b, v_i, v_h)
+    middle = start
+    if C.phases:
+        middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
+        state = _attend(
+            state, q, q_rows, keys, values, kv_head, TABLE, table_row, page_size, start, middle, place, seq, extras,
+            scalars, seed, False, C,
+        )  # fmt: skip
+    state = _attend(
+        state, q, q_rows, keys, values, kv_head, TABLE, table_row, page_size, middle, stop, place, seq, extras,
+        scalars, seed, True, C,
+    )  # fmt: skip
+    acc, m, total = state
+    m = tl.where(ok, m, float("-inf"))
+    total = tl.where(ok, total, 0.0)
+    acc = only(acc, ok)
+    if C.dropout:
+        acc = scaled(acc, keep_scale)
+    at = row_zero(lengths, seq, head, heads_q, C) + i
+    if C.split:
+        total = tl.where(seq.valid, tl.where(ok, total, -1.0), float("nan"))
+        at += part.to(tl.int64) * rows_all
+        tl.store(PARTIAL_ROWS + at, m, mask=owned)
+        tl.store(PARTIAL_ROWS + tl.cast(parts, tl.int64) * rows_all + at, total, mask=owned)
+        store(PARTIAL, at * C.head_dim_v, owned, acc, True, C)
+    else:
+        empty = total == 0.0
+        out = scaled(acc, (1.0 / tl.where(empty, 1.0, total))[:, None])
+        unit_log = 1.0 if C.natural else LN2
+        lse = tl.where(empty, float("-inf"), m * unit_log + tl.log(tl.where(empty, 1.0, total)))
+        if C.lengths or C.paged:
+            fits = seq.valid
+            out = scaled(out, tl.where(fits, 1.0, float("nan")))
+            lse = tl.where(fits, lse, float("nan"))
+        tl.store(LSE + at, lse, mask=owned)
+        if C.stats:
+            tl.store(STATS + at, m, mask=owned)
+            tl.store(STATS + rows_all + at, total, mask=owned)
+        where = (seq.q_row + i).to(tl.int64)
+        if not C.packed:
+            where += index.to(tl.int64) * seqlen_q
+        store(OUT, (where * heads_q + head) * C.head_dim_v, owned, out, True, C)
+
+
+@triton.jit
+def combine(
+    OUT, LSE, SINKS, PARTIAL, PARTIAL_ROWS, rows_all, seqlen_q, total_q, heads_q, parts, C: tl.constexpr
+):  # fmt: skip
+    """Rows of out and lse from their parts (m, l, acc), the sink joined once. A part's l of -1 marks a padding row."""
+    R: tl.constexpr = C.rows
+    at = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    ok = at < rows_all
+    if C.packed:
+        head = at // total_q
+        where = at % total_q
+    else:
+        head = at // seqlen_q % heads_q
+        where = at // seqlen_q // heads_q * seqlen_q + at % seqlen_q
+    padding = tl.load(PARTIAL_ROWS + parts.to(tl.int64) * rows_all + at, mask=ok, other=-1.0) == -1.0
+    m = tl.full((R,), float("-inf"), tl.float32)
+    total = tl.zeros((R,), tl.float32)
+    unit = LOG2E
+    if C.natural:
+        unit = 1.0
+    if C.sinks:
+        m = tl.load(SINKS + head, mask=ok & (padding == 0), other=float("-inf")).to(tl.float32) * unit
+        total = tl.where(m == float("-inf"), 0.0, 1.0)
+    acc = zeros(R, True, C)
+    for part in tl.range(0, parts):
+        place = tl.cast(part, tl.int64) * rows_all + at
+        m_part = tl.load(PARTIAL_ROWS + place, mask=ok, other=float("-inf"))
+        l_part = tl.load(PARTIAL_ROWS + parts.to(tl.int64) * rows_all + place, mask=ok, other=0.0)
+        highest = tl.maximum(m, m_part)
+        finite = tl.where(highest == float("-inf"), 0.0, highest)
+        before = tl.exp2((m - finite) * (LOG2E / unit))
+        weight = tl.exp2((m_part - finite) * (LOG2E / unit))
+        total = total * before + tl.where(padding, 0.0, l_part) * weight
+        x = load(PARTIAL, place * C.head_dim_v, ok & (weight != 0.0), True, True, C)
+        acc = scaled(acc, before[:, None])
+        x = scaled(x, weight[:, None])
+        if len(x) == 1:
+            acc = (acc[0] + x[0],)
+        else:
+            acc = (acc[0] + x[0], acc[1] + x[1])
+        m = highest
+    empty = total == 0.0
+    lse = tl.where(empty, float("-inf"), m * (LOG2E / unit * LN2) + tl.log(tl.where(empty, 1.0, total)))
+    tl.store(LSE + at, lse, mask=ok)
+    out = scaled(acc, (1.0 / tl.where(empty, 1.0, total))[:, None])
+    store(OUT, (where * heads_q + head) * C.head_dim_v, ok, out, True, C)
+
+
+@triton.jit
+def append(
+    K, V, K_NEW, V_NEW, KV_LENS, NEW_LENS, TABLE,
+    k_b, k_i, k_h, v_b, v_i, v_h, kn_b, kn_i, kn_h, vn_b, vn_i, vn_h, table_row,
+    given, new_tokens, capacity, page_size, heads_kv, blocks,
+    C: tl.constexpr,
+):  # fmt: skip
+    """New tokens behind each sequence's own; a sequence that they do not fit is left alone."""
+    R: tl.constexpr = C.rows
+    unit = tl.program_id(0) // blocks
+    index = unit // heads_kv
+    head = unit % heads_kv
+    token = tl.program_id(0) % blocks * R + tl.arange(0, R)
+    before = tl.load(KV_LENS + index, mask=(given & 2) != 0, other=0).to(tl.int64)
+    count = tl.load(NEW_LENS + index, mask=(given & 4) != 0, other=new_tokens)
+    fits = (before >= 0) & (count >= 0) & (count <= new_tokens) & (before + count <= capacity)
+    ok = token < tl.where(fits, count, 0)
+    j = before + token
+    if C.paged:
+        page = tl.load(TABLE + index.to(tl.int64) * table_row + j // page_size, mask=ok, other=0).to(tl.int64)
+        j = j % page_size
+    else:
+        page = index.to(tl.int64)
+    old = Rows(K, k_b, k_i, k_h)
+    new = Rows(K_NEW, kn_b, kn_i, kn_h)
+    x = load(new.ptr + index.to(tl.int64) * new.b + head * new.h, token * new.i, ok, False, True, C)
+    store(old.ptr + head * old.h, page * old.b + j * old.i, ok, x, False, C)
+    old = Rows(V, v_b, v_i, v_h)
+    new = Rows(V_NEW, vn_b, vn_i, vn_h)
+    x = load(new.ptr + index.to(tl.int64) * new.b + head * new.h, token * new.i, ok, True, True, C)
+    store(old.ptr + head * old.h, page * old.b + j * old.i, ok, x, True, C)

@@ -1,0 +1,218 @@
+"""From a kernel and its configuration to a launch: compiled by Triton for a target, or run by its interpreter.
+
+Kernels are compiled from an explicit description (`Spec`), the same with and without the device: what is specialised is
+said here and nowhere else, so that a cache filled by `attnlib compile` is found again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlib import settings
+from attnlib.errors import KernelError, KernelNotCached
+
+from .archs import AMD, capability_of, interpreted
+from .config import Features, Launch
+
+_MODULES = {
+    "forward": "forward", "combine": "forward", "append": "forward", "rows": "backward", "query_gradient": "backward",
+    "key_gradient": "backward", "page_gradient": "backward", "bias_gradient": "backward", "sink_gradient": "backward",
+}  # fmt: skip
+_ELEMENT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_OPERANDS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV", "K_NEW", "V_NEW"}
+_INTS = {"Q_LENS", "KV_LENS", "NEW_LENS", "CU_Q", "CU_K", "TABLE"}
+_BYTES = {"MASK", "BLOCKS"}
+_FLOATS = {"factor", "cap", "keep_scale", "scale"}
+_ALIGNED = _OPERANDS | {"PARTIAL", "SOURCE", "TARGET", "ROWS"}
+_ROW_STRIDES = {"q", "k", "v", "do", "dq", "dk", "dv", "kn", "vn"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One kernel. types: element types of pointers that differ from call to call, by name.
+
+    aligned: operands have 16-byte bases and strides. wide: strides need 64 bits. small: no operand exceeds 2 GiB.
+    """
+
+    kernel: str
+    config: Features
+    launch: Launch
+    types: tuple[tuple[str, str], ...] = ()
+    element: str = "fp16"
+    aligned: bool = True
+    wide: bool = False
+    small: bool = True
+
+
+@functools.cache
+def function(kernel: str) -> Any:
+    """The Triton function of a kernel."""
+    module = importlib.import_module(f".kernels.{_MODULES[kernel]}", __package__)
+    return getattr(module, kernel)
+
+
+@functools.cache
+def arguments(kernel: str) -> tuple[str, ...]:
+    return tuple(function(kernel).arg_names)
+
+
+def _is_pointer(name: str) -> bool:
+    return name.isupper() and name != "C"
+
+
+def _type(name: str, spec: Spec) -> str:
+    if name == "C":
+        return "constexpr"
+    if _is_pointer(name):
+        special = dict(spec.types)
+        if name in special:
+            return "*" + special[name]
+        if name in _OPERANDS:
+            return "*" + spec.element
+        return "*" + ("i32" if name in _INTS else "u8" if name in _BYTES else "i64" if name == "SEED" else "fp32")
+    if name in _FLOATS:
+        return "fp32"
+    if name == "rows_all" or name == "elements":
+        return "i64"
+    stride = name[-2:] in ("_b", "_i", "_h", "_j") and not name.startswith(("size_", "tiles_"))
+    return "i64" if (stride or name == "table_row") and spec.wide else "i32"
+
+
+def _attributes(spec: Spec) -> dict[tuple[int], list[list[Any]]]:
+    """What the compiler may rely on, by argument."""
+    size = {"fp16": 2, "bf16": 2}.get(spec.element, 4)
+    found: dict[tuple[int], list[list[Any]]] = {}
+    for place, name in enumerate(arguments(spec.kernel)):
+        about: list[list[Any]] = []
+        if spec.aligned and name in _ALIGNED:
+            about.append(["tt.divisibility", 16])
+        if spec.aligned and name[:-2] in _ROW_STRIDES and name[-2:] in ("_b", "_i", "_h"):
+            about.append(["tt.divisibility", 16 // size])
+        if spec.small and _is_pointer(name):
+            about.append(["tt.pointer_range", 32])
+        if about:
+            found[(place,)] = about
+    return found
+
+
+def compile(spec: Spec, arch: str) -> Any:
+    """Triton's compiled kernel for an architecture, from its cache where that has it; needs no device."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = arguments(spec.kernel)
+    signature = {name: _type(name, spec) for name in names}
+    amd = arch in AMD
+    target = GPUTarget("hip", arch, AMD[arch].warp_size) if amd else GPUTarget("cuda", capability_of(arch), 32)
+    attributes = _attributes(spec if amd else dataclasses.replace(spec, small=False))
+    source = ASTSource(function(spec.kernel), signature, {"C": spec.config}, attributes)
+    options = {"num_warps": spec.launch.warps, "num_stages": spec.launch.stages}
+    # in float32 s is rounded before m is subtracted from it, or the largest would not give exactly 1
+    options["enable_fp_fusion"] = not spec.config.single
+    options |= dict(spec.launch.options)
+    with _cache():
+        return triton.compile(source, target=target, options=options)
+
+
+class _cache:
+    """Triton's cache in attnlib's folder, where one is set, and nothing but the cache under ATTNLIB_JIT=never."""
+
+    def __enter__(self) -> None:
+        from triton import knobs
+
+        now = settings.current()
+        self._scope = knobs.cache.scope()
+        self._scope.__enter__()
+        if now.cache_dir is not None:
+            knobs.cache.dir = f"{now.cache_dir}/triton"
+        if now.jit == "never":
+            knobs.cache.manager_class = _only_cached()
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
+
+
+@functools.cache
+def _only_cached() -> Any:
+    from triton.runtime.cache import FileCacheManager
+
+    class OnlyCached(FileCacheManager):  # type: ignore[misc]
+        def get_group(self, filename: str) -> Any:
+            found = super().get_group(filename)
+            if found is None:
+                raise KernelNotCached(f"{filename.removesuffix('.json')}: not in Triton's cache, and ATTNLIB_JIT=never")
+            return found
+
+    return OnlyCached
+
+
+@functools.cache
+def _loaded(spec: Spec, arch: str, index: int) -> Any:
+    return compile(spec, arch)
+
+
+def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mapping[str, Any], problem: Any) -> None:
+    """Launch on the current stream. values: every argument by name; tensors for pointers, None for those unused."""
+    names = arguments(spec.kernel)
+    if 0 in grid:
+        return
+    if interpreted():
+        given = {name: _operand(values[name]) for name in names if name != "C"}
+        with _patched_once():
+            function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
+        return
+    kernel = _loaded(spec, arch, index)
+    values = {**values, "C": None}
+    ordered = [_address(values[name]) if _is_pointer(name) else values[name] for name in names]
+    try:
+        kernel[(grid[0], grid[1], 1)](*ordered)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise KernelError(f"{spec.kernel}: {error}", problem=problem, kernel=spec.kernel) from error
+
+
+@contextlib.contextmanager
+def _patched_once() -> Iterator[None]:
+    """Triton's interpreter patches its language anew at every call of a helper; once a launch and module is enough."""
+    from triton.runtime import interpreter
+
+    patch, seen = interpreter._patch_lang, set()
+
+    def once(fn: Any) -> Any:
+        key = ("tl" in fn.__globals__, "core" in fn.__globals__)
+        if key in seen:
+            return None
+        seen.add(key)
+        return patch(fn)
+
+    interpreter._patch_lang = once
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+_DUMMY = torch.zeros(1, dtype=torch.int32)
+
+
+def _operand(value: Any) -> Any:
+    """What the interpreter takes: it has no null pointers."""
+    if value is None:
+        return _DUMMY
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+        return value.view(torch.uint8)
+    return value

@@ -1,0 +1,283 @@
+"""The plan: workspaces, arguments and launches on torch's current stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attnlib.backend import Target
+from attnlib.memory import allocate
+from attnlib.problem import AttentionProblem, Tensors
+
+from . import config, launch
+from .archs import arch_of
+from .config import Features, GradientConfig, Launch
+from .launch import Spec
+
+_LOG2E = 1.4426950408889634
+_UNBOUNDED = 1 << 29
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+Shapes = Mapping[str, Any]
+
+
+def _strides(prefix: str, tensor: torch.Tensor, packed: bool) -> dict[str, int]:
+    """Strides of [batch, rows, heads, dim], or of [rows, heads, dim]."""
+    strides = (0, *tensor.stride()) if packed else tensor.stride()
+    return {f"{prefix}_b": strides[0], f"{prefix}_i": strides[1], f"{prefix}_h": strides[2]}
+
+
+def _map_strides(prefix: str, tensor: torch.Tensor | None) -> dict[str, int]:
+    strides = (0, 0, 0, 0) if tensor is None else tensor.stride()
+    return {f"{prefix}_{name}": stride for name, stride in zip("bhij", strides, strict=False)}
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a view to its end."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 0)
+    return (last + 1) * tensor.element_size()
+
+
+class TritonPlan:
+    """One signature and size class on one device."""
+
+    def __init__(self, problem: AttentionProblem, target: Target, shape: Shapes | None = None) -> None:
+        self._index = target.index or 0
+        self._arch = arch_of(target)
+        wanted = dict(shape or {})
+        inner = {name: dict(wanted.pop(name, {})) for name in config.GRADIENTS}
+        self._splits = wanted.pop("num_splits", None)
+        self._forward, self._launch = config.forward(problem, self._arch, wanted)
+        self._gradients: dict[str, tuple[GradientConfig, Launch]] = {}
+        if problem.grads:
+            for name, own in inner.items():
+                self._gradients[name] = config.gradient(problem, self._arch, name, own)
+        self._element = _NAMES[problem.dtype]
+
+    def describe(self) -> Mapping[str, Any]:
+        def told(c: Features, with_: Launch) -> dict[str, Any]:
+            return {"block_m": c.block_m, "block_n": c.block_n, "warps": with_.warps, "stages": with_.stages}
+
+        found: dict[str, Any] = {"kernel": "forward", **told(self._forward, self._launch)}
+        for name, chosen in self._gradients.items():
+            if name != "bias_gradient":
+                found[name] = told(*chosen)
+        return found
+
+    # ------------------------------------------------------------ launching
+
+    def _spec(self, kernel: str, c: Features, with_: Launch, call: _Call, **types: str) -> Spec:
+        return Spec(
+            kernel, c, with_, tuple(sorted(types.items())), self._element, call.aligned, call.wide, call.small
+        )  # fmt: skip
+
+    def _run(
+        self, spec: Spec, programs: int, values: Mapping[str, Any], problem: AttentionProblem, parts: int = 1
+    ) -> None:
+        launch.run(spec, self._arch.name, self._index, (programs, parts), values, problem)
+
+    def _section(self, problem: AttentionProblem, units: int, group: int = 1) -> int:
+        if problem.window.right is None:
+            return 1
+        return max(1, min(units, config.sections(problem, self._arch) // group))
+
+    # ------------------------------------------------------------ forward
+
+    def forward(self, problem: AttentionProblem, t: Tensors) -> None:
+        call = _Call(problem, t)
+        if t.k_new is not None and t.v_new is not None:
+            self._append(problem, t, call)
+        c = self._forward
+        per_tile = c.block_m // problem.group if c.pack else c.block_m
+        tiles, units = _tiles(problem, per_tile, problem.num_heads_kv if c.pack else problem.num_heads_q)
+        parts = self._splits or config.splits(problem, self._arch, c)
+        values = call.common | {
+            "OUT": t.out, "LSE": t.lse, "STATS": t.stats, "SINKS": t.sinks, "PARTIAL": None, "PARTIAL_ROWS": None,
+            "units": units, "tiles": tiles, "section": self._section(problem, units),
+            "new_tokens": 0 if t.k_new is None else t.k_new.shape[1],
+        }  # fmt: skip
+        if c.raw and values["factor"] < 0:
+            values["factor"] = -values["factor"]
+            c = dataclasses.replace(c, flip=True)
+        if parts > 1:
+            c = dataclasses.replace(c, split=True, sinks=False)
+            lines = t.lse.numel()
+            values["PARTIAL"] = allocate((parts, lines, problem.head_dim_v), torch.float32, t.q.device)
+            values["PARTIAL_ROWS"] = allocate((2, parts, lines), torch.float32, t.q.device)
+        types = {"BIAS": _NAMES[problem.bias or torch.float32], "SINKS": _NAMES[problem.sinks or torch.float32]}
+        self._run(self._spec("forward", c, self._launch, call, **types), tiles * units, values, problem, parts)
+        if parts > 1:
+            small, with_ = config.small(problem, self._arch, "combine")
+            spec = self._spec("combine", small, with_, call, SINKS=types["SINKS"])
+            self._run(spec, -(-t.lse.numel() // small.rows), values | {"parts": parts}, problem)
+
+    def _append(self, problem: AttentionProblem, t: Tensors, call: _Call) -> None:
+        assert t.k_new is not None and t.v_new is not None
+        small, with_ = config.small(problem, self._arch, "append")
+        count = t.k_new.shape[1]
+        blocks = -(-count // small.rows)
+        values = call.common | _strides("kn", t.k_new, False) | _strides("vn", t.v_new, False) | {
+            "K_NEW": t.k_new, "V_NEW": t.v_new, "new_tokens": count, "capacity": call.common["seqlen_k"],
+            "heads_kv": problem.num_heads_kv, "blocks": blocks,
+        }  # fmt: skip
+        spec = self._spec("append", small, with_, call)
+        self._run(spec, problem.batch * problem.num_heads_kv * blocks, values, problem)
+
+    # ------------------------------------------------------------ backward
+
+    def backward(self, problem: AttentionProblem, t: Tensors) -> None:
+        assert t.dout is not None
+        call = _Call(problem, t)
+        lines, dlse = t.lse.numel(), None if t.dlse is None else t.dlse.contiguous()
+        figures = allocate((3 if self._forward.statistics else 2, lines), torch.float32, t.q.device)
+        small, with_ = config.small(problem, self._arch, "rows", t.dlse is not None)
+        tiles, units = _tiles(problem, small.rows, problem.num_heads_q)
+        values = call.common | _strides("do", t.dout, problem.packed) | {
+            "OUT": t.out, "DOUT": t.dout, "LSE": t.lse, "STATS": t.stats, "DLSE": dlse, "ROWS": figures,
+            "scale": problem.scale, "DBIAS": None, "DQ": None,
+        }  # fmt: skip
+        sized = {"units": units, "tiles": tiles}
+        self._run(self._spec("rows", small, with_, call), tiles * units, values | sized, problem)
+        shared = t.dbias is not None and any(
+            stride == 0 and size > 1 for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)
+        )
+        if t.dq is not None or (t.dbias is not None and not shared):
+            self._query_gradient(problem, t, call, values, t.dbias if not shared else None)
+        if t.dk is not None or t.dv is not None:
+            self._key_gradient(problem, t, call, values)
+        if t.dbias is not None and shared:
+            self._bias_gradient(problem, t, call, values)
+        if t.dsinks is not None:
+            small, with_ = config.small(problem, self._arch, "sink_gradient")
+            spec = self._spec("sink_gradient", small, with_, call, SINKS=_NAMES[problem.sinks or torch.float32])
+            values |= {"DSINKS": t.dsinks, "SINKS": t.sinks}
+            self._run(spec, problem.num_heads_q, values, problem)
+
+    def _query_gradient(
+        self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any], dbias: torch.Tensor | None
+    ) -> None:
+        c, with_ = self._gradients["query_gradient"]
+        c = dataclasses.replace(c, query=t.dq is not None, bias_store=dbias is not None)
+        tiles, units = _tiles(problem, c.block_m, problem.num_heads_q)
+        own = values | _map_strides("dbias", dbias) | _strides("dq", t.q if t.dq is None else t.dq, problem.packed)
+        own |= {"DQ": t.dq, "DBIAS": dbias, "units": units, "tiles": tiles, "section": self._section(problem, units)}
+        spec = self._spec("query_gradient", c, with_, call, BIAS=_NAMES[problem.bias or torch.float32])
+        self._run(spec, tiles * units, own, problem)
+
+    def _key_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
+        c, with_ = self._gradients["key_gradient"]
+        c = dataclasses.replace(c, keys=t.dk is not None, values=t.dv is not None)
+        paged = problem.page_size is not None
+        targets = {"dk": t.dk, "dv": t.dv}
+        if paged:  # a row a token of every sequence, summed into pages behind
+            capacity = values["seqlen_k"]
+            shape = (problem.batch, capacity, problem.num_heads_kv)
+            targets = {
+                name: None if x is None else allocate((*shape, x.shape[-1]), torch.float32, t.q.device)
+                for name, x in targets.items()
+            }
+            tiles, units = -(-capacity // c.block_n), problem.num_heads_kv * problem.batch
+        elif problem.packed:
+            tiles, units = problem.total_k // c.block_n + problem.batch + 1, problem.num_heads_kv
+        else:
+            tiles, units = -(-problem.seqlen_k // c.block_n), problem.num_heads_kv * problem.batch
+        own = values | {"units": units, "tiles": tiles, "section": self._section(problem, units, problem.group)}
+        types = {"BIAS": _NAMES[problem.bias or torch.float32]}
+        for name, x in targets.items():
+            own |= {name.upper(): x} | _strides(name, t.q if x is None else x, problem.packed and not paged)
+            types[name.upper()] = "fp32" if paged else self._element
+        self._run(self._spec("key_gradient", c, with_, call, **types), tiles * units, own, problem)
+        if paged:
+            for name, x in targets.items():
+                if x is not None:
+                    self._page_gradient(problem, t, call, x, getattr(t, name))
+
+    def _page_gradient(
+        self, problem: AttentionProblem, t: Tensors, call: _Call, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        small, with_ = config.small(problem, self._arch, "page_gradient")
+        pages, page_size, heads, dim = target.shape
+        values = call.common | _strides("s", source, False) | _strides("t", target, False) | {
+            "SOURCE": source, "TARGET": target, "pages": pages, "capacity": source.shape[1], "heads_kv": heads,
+        }  # fmt: skip
+        first, rest = config.chunks(dim)
+        small = dataclasses.replace(small, head_dim_v=dim, v_first=first, v_rest=rest)
+        spec = self._spec("page_gradient", small, with_, call, TARGET=self._element)
+        self._run(spec, pages * heads * -(-page_size // small.rows), values, problem)
+
+    def _bias_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
+        assert t.dbias is not None
+        c, with_ = self._gradients["bias_gradient"]
+        sizes = [1 if stride == 0 else size for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)]
+        c = dataclasses.replace(c, sum_rows=sizes[2] == 1, sum_columns=sizes[3] == 1)
+        tiles_i, tiles_j = -(-problem.seqlen_q // c.block_m), -(-t.dbias.shape[3] // c.block_n)
+        programs = sizes[0] * sizes[1] * (tiles_i if sizes[2] > 1 else 1) * (tiles_j if sizes[3] > 1 else 1)
+        pairs = problem.batch * problem.num_heads_q * tiles_i * tiles_j // programs
+        parts = max(1, min(pairs, 4 * self._arch.multiprocessors // programs))
+        elements = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+        partial = allocate((parts, elements), torch.float32, t.q.device)
+        own = values | dict(zip(("size_b", "size_h", "size_i", "size_j"), sizes, strict=True)) | {
+            "PARTIAL": partial, "tiles_i": tiles_i, "tiles_j": tiles_j, "elements": elements,
+        }  # fmt: skip
+        spec = self._spec("bias_gradient", c, with_, call, BIAS=_NAMES[problem.bias or torch.float32])
+        self._run(spec, programs, own, problem, parts)
+        own_part = t.dbias
+        for dim, size in enumerate(sizes):
+            own_part = own_part.narrow(dim, 0, size)
+        own_part += partial.sum(0).view(sizes)
+
+
+def _tiles(problem: AttentionProblem, per_tile: int, heads: int) -> tuple[int, int]:
+    """Tiles of queries, and what each is needed for: heads, of every sequence unless packed."""
+    if problem.packed:
+        return problem.total_q // per_tile + problem.batch + 1, heads
+    return -(-problem.seqlen_q // per_tile), heads * problem.batch
+
+
+class _Call:
+    """What the kernels of one call share: arguments by name, and how operands lie in memory."""
+
+    def __init__(self, problem: AttentionProblem, t: Tensors) -> None:
+        paged = problem.page_size is not None
+        operands = [x for x in (t.q, t.k, t.v, t.out, t.dout, t.dq, t.dk, t.dv, t.k_new, t.v_new) if x is not None]
+        maps = [x for x in (t.bias, t.mask, t.block_mask, t.dbias) if x is not None]
+        self.aligned = problem.aligned and all(x.data_ptr() % 16 == 0 for x in operands)
+        rows = (problem.head_dim * t.q.element_size() | problem.head_dim_v * t.q.element_size()) % 16
+        self.aligned = self.aligned and rows == 0
+        self.small = all(_reach(x) < 1 << 31 for x in operands + maps)
+        # offsets within a tile reach over 256 rows or columns
+        self.wide = any(stride >= 1 << 22 for x in operands + maps for stride in x.stride()) and any(
+            stride * 256 >= 1 << 31 for x in operands + maps for stride in x.stride()
+        )
+        left, right = problem.window
+        threshold = problem.dropout_threshold
+        natural = problem.bias is not None or problem.alibi or problem.dtype == torch.float32
+        unit = 1.0 if natural else _LOG2E
+        cap = problem.softcap
+        capacity = problem.seqlen_k
+        if paged and t.page_table is not None:
+            capacity = t.page_table.shape[1] * (problem.page_size or 0)
+        given = (t.q_lens is not None) + 2 * (t.kv_lens is not None) + 4 * (t.new_lens is not None)
+        block_q, block_k = problem.block_mask or (1, 1)
+        alibi_b, alibi_h = (0, 0) if t.alibi_slopes is None else t.alibi_slopes.stride()
+        self.common: dict[str, Any] = {
+            "Q": t.q, "K": t.k, "V": t.v, "BIAS": t.bias, "MASK": t.mask, "BLOCKS": t.block_mask,
+            "ALIBI": t.alibi_slopes, "Q_LENS": t.q_lens, "KV_LENS": t.kv_lens, "NEW_LENS": t.new_lens,
+            "CU_Q": t.cu_seqlens_q, "CU_K": t.cu_seqlens_k, "TABLE": t.page_table, "SEED": t.dropout_seed,
+            **_strides("q", t.q, problem.packed), **_strides("k", t.k, problem.packed and not paged),
+            **_strides("v", t.v, problem.packed and not paged), **_map_strides("bias", t.bias),
+            **_map_strides("mask", t.mask), **_map_strides("blocks", t.block_mask),
+            "alibi_b": alibi_b, "alibi_h": alibi_h,
+            "table_row": 0 if t.page_table is None else t.page_table.stride(0),
+            "given": given, "batch": problem.batch, "seqlen_q": problem.seqlen_q, "seqlen_k": capacity,
+            "total_q": problem.total_q, "total_k": problem.total_k, "new_tokens": 0,
+            "heads_q": problem.num_heads_q, "group": problem.group, "columns": problem.seqlen_k,
+            "left": min(left or 0, _UNBOUNDED), "right": min(right or 0, _UNBOUNDED),
+            "page_size": problem.page_size or 1, "block_q": block_q, "block_k": block_k, "threshold": threshold,
+            "factor": problem.scale * unit if cap is None else problem.scale / cap,
+            "cap": 0.0 if cap is None else cap * unit,
+            "keep_scale": 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0,
+            "rows_all": t.lse.numel(),
+        }  # fmt: skip

@@ -1,0 +1,205 @@
+"""The triton backend without a GPU: configurations, refusals, which devices it takes, Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attnlib
+import attnlib_triton
+from attnlib import dispatch, targets
+from attnlib.backend import RefusalCode, Target
+from attnlib.errors import UnsupportedError
+from attnlib.problem import AttentionProblem
+from attnlib_triton import archs, config
+
+ARCHS = (*archs.AMD, "sm_80", "sm_86", "sm_90", "sm_120")
+Q = torch.zeros(2, 64, 4, 64, dtype=torch.bfloat16)
+
+needs_triton = pytest.mark.skipif(archs.triton_version() is None, reason="needs triton")
+
+
+def problem(**values: object) -> AttentionProblem:
+    sizes = dict(batch=2, seqlen_q=300, seqlen_k=300, num_heads_q=4, num_heads_kv=2, head_dim=64, head_dim_v=64)
+    return AttentionProblem(**{"dtype": torch.bfloat16, "scale": 0.125, **sizes, **values})  # type: ignore[arg-type]
+
+
+def known(name: str) -> archs.Arch:
+    found = archs.known(name)
+    assert found is not None
+    return found
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ARCHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dims", [(1, 1), (40, 40), (64, 64), (80, 128), (128, 128), (192, 128), (256, 256)])
+def test_every_architecture_has_tiles_that_fit(name: str, dtype: torch.dtype, dims: tuple[int, int]):
+    arch = known(name)
+    for bias in (None, torch.float32, torch.float64):
+        for seqlen_q, dropout in ((1, 0.0), (300, 0.0), (300, 0.5)):
+            asked = problem(
+                dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], bias=bias, seqlen_q=seqlen_q, dropout_p=dropout,
+                grads=("q", "k", "v"),
+            )  # fmt: skip
+            for kernel in ("forward", *config.GRADIENTS):
+
+                def choose(kernel: str = kernel, asked: AttentionProblem = asked):
+                    if kernel == "forward":
+                        return config.forward(asked, arch)
+                    return config.gradient(asked, arch, kernel)
+
+                chosen, with_ = choose()
+                assert choose() == (chosen, with_)
+                shape = (chosen.block_m, chosen.block_n, with_.warps, with_.stages)
+                assert config.shared_bytes(asked, arch, shape, kernel != "forward") <= arch.shared_bytes
+                assert chosen.block_m >= 16 and chosen.block_n >= 32
+                assert config.width(dims[0]) >= dims[0] and config.width(dims[1]) >= dims[1]
+
+
+@pytest.mark.parametrize(
+    ("dim", "expected"), [(1, (16, 0)), (64, (64, 0)), (80, (64, 16)), (112, (128, 0)), (192, (128, 64))]
+)
+def test_chunks(dim: int, expected: tuple[int, int]):
+    assert config.chunks(dim) == expected
+
+
+def test_a_bias_takes_shared_memory():
+    plain, biased = (config.forward(problem(head_dim=32, bias=bias), known("sm_90")) for bias in (None, torch.float64))
+    assert plain[0].block_m * plain[0].block_n >= biased[0].block_m * biased[0].block_n
+    shape = (128, 128, 8, 3)
+    more = config.shared_bytes(problem(bias=torch.float64), known("sm_90"), shape)
+    assert more == config.shared_bytes(problem(), known("sm_90"), shape) + 2 * 128 * 128 * 8
+
+
+def test_float32_scores_are_exact_and_natural_unless_tf32_is_allowed():
+    for tf32 in (False, True):
+        chosen, _ = config.forward(problem(dtype=torch.float32, tf32=tf32), known("sm_90"))
+        assert chosen.natural and not chosen.raw and chosen.exact is not tf32
+        assert chosen.precision == ("tf32" if tf32 else "tf32x3")
+    chosen, _ = config.forward(problem(), known("sm_90"))
+    assert chosen.raw and not chosen.natural and not chosen.exact
+
+
+def test_size_classes_are_few():
+    found = {attnlib_triton.backend.size_class(problem(seqlen_q=n), "", target("sm_90")) for n in range(1, 5000)}
+    assert len(found) <= 16
+
+
+@pytest.mark.parametrize("wanted", [{"block_m": 24}, {"block_n": 16}, {"stages": 99}, {"fault": "none such"}])
+def test_a_config_that_does_not_fit_is_refused(wanted: dict[str, object]):
+    with pytest.raises(UnsupportedError, match="triton: config: "):
+        attnlib_triton.backend.plan(problem(), "", target("sm_90"), wanted)
+
+
+# --- dispatch ---------------------------------------------------------------------------------------------------------
+
+
+def target(arch: str, present: bool = False) -> Target:
+    return Target("rocm" if arch.startswith("gfx") else "cuda", arch, 0 if present else None, present=present)
+
+
+def test_the_order_on_each_kind_of_device():
+    assert dispatch.DEFAULT_ORDER["rocm"][0] == "triton"
+    order = dispatch.DEFAULT_ORDER["cuda"]
+    assert order.index("cuda") < order.index("triton") < order.index("cupy")
+
+
+@needs_triton
+@pytest.mark.parametrize("arch", list(archs.AMD))
+def test_an_amd_device_gets_triton(arch: str):
+    explained = attnlib.explain(Q, Q, Q, causal=True, device=arch)
+    assert explained.chosen == "triton"
+    details = explained.details
+    assert details is not None and details["kernel"] == "forward"
+    chosen, with_ = config.forward(problem(seqlen_q=64, seqlen_k=64, window=(None, 0), num_heads_kv=4), known(arch))
+    assert (details["block_m"], details["block_n"], details["warps"]) == (chosen.block_m, chosen.block_n, with_.warps)
+
+
+@needs_triton
+def test_an_nvidia_device_can_be_asked_for_triton():
+    assert attnlib.explain(Q, Q, Q, device="sm_90", backend="triton").chosen == "triton"
+    old = attnlib.explain(Q, Q, Q, device="sm_75", backend="triton")
+    assert old.chosen is None and "sm_80 or later" in str(old)
+
+
+def test_a_rocm_device_is_known_by_its_gcn_name(monkeypatch: pytest.MonkeyPatch):
+    properties = SimpleNamespace(
+        gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304, shared_memory_per_block=65536,
+        L2_cache_size=4 << 20, warp_size=64,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(targets, "_targets", {})
+    found = targets.target_of(torch.device("cuda", 0))
+    assert (found.kind, found.arch) == ("rocm", "gfx942")
+    assert archs.arch_of(found).multiprocessors == 304 and archs.arch_of(found).kind == "cdna"
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_triton_there_is_a_refusal_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(archs, "triton_version", lambda: None)
+    (refusal,) = attnlib_triton.backend.available("", target("gfx942"))
+    assert refusal.code is RefusalCode.PACKAGE and "pip install" in refusal.remedy
+
+
+def test_an_old_triton_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(archs, "triton_version", lambda: (3, 5, 1))
+    (refusal,) = attnlib_triton.backend.available("", target("gfx942"))
+    assert refusal.code is RefusalCode.PACKAGE and "3.5.1" in str(refusal)
+
+
+def test_without_a_compiler_there_is_a_refusal_where_it_would_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(archs, "triton_version", lambda: (3, 9, 0))
+    monkeypatch.setattr(archs, "compiler", lambda: None)
+    assert attnlib_triton.backend.available("", target("sm_90")) == ()
+    (refusal,) = attnlib_triton.backend.available("", target("sm_90", present=True))
+    assert "CC" in refusal.remedy
+
+
+@pytest.mark.parametrize(("arch", "remedy"), [("gfx1103", "HSA_OVERRIDE_GFX_VERSION=11.0.0"), ("gfx906", "another")])
+def test_an_architecture_that_is_not_compiled_for_is_refused(arch: str, remedy: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(archs, "triton_version", lambda: (3, 9, 0))
+    (refusal,) = attnlib_triton.backend.available("", target(arch))
+    assert refusal.code is RefusalCode.ARCH and remedy in refusal.remedy
+
+
+@needs_triton
+def test_float64_is_refused():
+    wide = Q.double()
+    explained = attnlib.explain(wide, wide, wide, device="gfx942", backend="triton")
+    assert explained.chosen is None and "float64" in str(explained)
+
+
+# --- Triton's interpreter ---------------------------------------------------------------------------------------------
+
+
+def test_only_the_interpreter_takes_cpu_tensors(monkeypatch: pytest.MonkeyPatch):
+    for value, kinds in (("0", {"rocm", "cuda"}), ("1", {"cpu"})):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        (family,) = attnlib_triton.TritonBackend().families
+        assert family.capabilities.device_kinds == kinds
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_interpreter_computes_attention():
+    program = (
+        "import torch, attnlib\n"
+        "q, k, v = torch.randn(3, 1, 40, 2, 16, generator=torch.Generator().manual_seed(0))\n"
+        "got = attnlib.attention(q, k, v, causal=True, backend='triton')\n"
+        "want = attnlib.attention(q, k, v, causal=True, backend='reference')\n"
+        "assert float((got - want).abs().max()) < 1e-6\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
