@@ -257,6 +257,11 @@ def select(problem: AttentionProblem, target: Target, spec: str = "") -> Decisio
     return decision
 
 
+def settled(problem: AttentionProblem, target: Target, spec: str) -> bool:
+    """Whether the decision for a problem is kept: not if some backend failed to answer."""
+    return _decisions.get((problem.signature, target, _split_spec(spec)[0], registry.generation)) is not None
+
+
 def _select(problem: AttentionProblem, target: Target, names: str) -> Decision:
     order, rule = _order(target, names)
     candidates = sorted(_candidates(problem, target), key=lambda c: _rank(c.name, order, target))

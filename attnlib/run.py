@@ -58,7 +58,8 @@ def prepare(operands: Operands, scalars: Scalars, spec: str) -> Prepared:
     found = dispatch.ready.get(key)
     if found is None:
         found = _prepare(operands, scalars, spec)
-        dispatch.ready.put(key, found)
+        if dispatch.settled(found.problem, dispatch.target_of(q.device), spec):
+            dispatch.ready.put(key, found)
     return found
 
 

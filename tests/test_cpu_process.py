@@ -162,6 +162,23 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
     assert float(grown) < 40
 
 
+def test_one_long_sequence_does_not_cost_memory_for_every_short_one():
+    """20000 sequences of 2 beside one of 400; a copied tile is some 50 KiB, operands and sums are 20 MiB each."""
+    grown = run_apart(
+        """
+        import resource, torch, attnlib
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        def go(lengths):
+            cu = torch.tensor([0, *lengths]).cumsum(0).int()
+            q, k, v = (torch.zeros(int(cu[-1]), h, 32, requires_grad=True) for h in (4, 1, 1))
+            attnlib.attention_varlen(q, k, v, cu, cu, causal=True, backend="cpu").sum().backward()
+        go([2, 400]); before = peak(); go([2] * 20000 + [400]); print(peak() - before)
+        """
+    )
+    assert float(grown) < 300
+
+
 def test_running_out_of_memory_is_an_exception():
     out = run_apart(
         APART

@@ -79,7 +79,7 @@ template <class T> struct Backward {
         return a.used;
     }
     static Queries tile_at(const Params& p, const Sequence& seq, int64_t head, int64_t tile) {
-        Arena a{p.tiles + static_cast<size_t>(seq.first_tile + head * seq.tiles + tile) * tile_bytes(p)};
+        Arena a{p.tiles + static_cast<size_t>(seq.first_copy + head * seq.tiles + tile) * tile_bytes(p)};
         return Queries(p, a);
     }
     static void fill_tile(const Params& p, const Sequence& seq, int64_t head, int64_t tile, char* workspace) {
@@ -212,8 +212,8 @@ template <class T> struct Backward {
                 if (turn) await(turn, static_cast<int32_t>(key_block));
                 if (scorer.tile_seen(i0, i0 + rows, j0, j1)) {
                     const int64_t dq_row = (p.packed ? seq.q_row : seq.index * p.seqlen_q) + i0;
-                    const Queries x = p.tiles ? tile_at(p, seq, head, b) : w.own;
-                    if (!p.tiles) x.fill(p, seq, head, i0, rows, w.scratch);
+                    const Queries x = seq.first_copy >= 0 ? tile_at(p, seq, head, b) : w.own;
+                    if (seq.first_copy < 0) x.fill(p, seq, head, i0, rows, w.scratch);
                     const Rows q = query_rows(p.q, p, seq, head), dout = query_rows(p.dout, p, seq, head);
                     const Tile t{p, w, scorer, i0, rows, j0, j1, padded,
                                  x.q.complete(q, p.q.dtype, i0, rows, p.dim, w.q),

@@ -48,7 +48,7 @@ template <class T> struct Forward {
         return a.used;
     }
     static Keys tile_at(const Params& p, const Sequence& seq, int64_t kv_head, int64_t tile) {
-        Arena a{p.tiles + static_cast<size_t>(seq.first_tile + kv_head * seq.tiles + tile) * tile_bytes(p)};
+        Arena a{p.tiles + static_cast<size_t>(seq.first_copy + kv_head * seq.tiles + tile) * tile_bytes(p)};
         return Keys(p, a);
     }
     static void fill_tile(const Params& p, const Sequence& seq, int64_t kv_head, int64_t tile, char* workspace) {
@@ -122,7 +122,7 @@ template <class T> struct Forward {
         for (int64_t j0 = first / p.block_k * p.block_k; j0 < last; j0 += p.block_k) {
             const int64_t j1 = smaller(j0 + p.block_k, seq.kv_len);
             if (p.has(Fault::drop_last_partial_key_block) && j1 - j0 < p.block_k) continue;
-            const bool shared = seq.tiles > 0;
+            const bool shared = seq.first_copy >= 0;
             const Keys tile = shared ? tile_at(p, seq, kv_head, j0 / p.block_k - seq.key_tile) : w.own;
             bool filled = shared;  // else for the first head that sees any of it
             for (int64_t n = 0; n < p.share; ++n) {

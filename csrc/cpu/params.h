@@ -88,7 +88,7 @@ struct Params {
     char* dv_sum = nullptr;
     int64_t dq_width = 0, rows_q = 0;
 
-    char* tiles = nullptr;   // set by the scheduler: copies of operands that several units read; see Sequence::first_tile
+    char* tiles = nullptr;   // set by the scheduler: copies of operands that several units read; see Sequence::first_copy
 
     ATTNLIB_FN int64_t group() const { return heads_kv ? heads_q / heads_kv : 1; }
     ATTNLIB_FN int64_t kv_head(int64_t h) const {
@@ -111,9 +111,10 @@ struct Sequence {
     int64_t extent_begin = 0;
     bool valid = true;
     Window window{};
-    // Its part of params.tiles, `tiles` a head. Forward: K and V of [kv_head, key block from key_tile on], or none if few
-    // units read them; backward: Q and dO of [head, query block].
+    // Its tiles, `tiles` a head. Forward: of keys, from key_tile on; backward: of queries. first_tile numbers them through
+    // over the sequences.
     int64_t first_tile = 0, key_tile = 0, tiles = 0;
+    int64_t first_copy = -1;  // its first tile in params.tiles; -1: none, it would not fill one or is read only once
 };
 
 // The kernels of one instruction set and one arithmetic, as plain functions.

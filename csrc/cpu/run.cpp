@@ -182,7 +182,7 @@ void fill_tiles(const Params& p, const std::vector<Sequence>& list, int64_t coun
                 Fill fill) {
     std::vector<Span> spans;
     for (const Sequence& s : list) {
-        if (s.tiles > 0) spans.push_back({s.first_tile, &s});
+        if (s.first_copy >= 0) spans.push_back({s.first_copy, &s});
     }
     each(threads, count, spaces, [&](int64_t unit, char* workspace) {
         const Span& span = span_of(spans, unit);
@@ -271,10 +271,10 @@ void run_forward(Params& p, int family, int threads) {
     for (Sequence& s : list) {
         spans.push_back({units, &s});
         units += ceil_div(s.q_rows, p.block_q) * (p.heads_q / p.share);
-        if (ceil_div(s.q_len, p.block_q) * (p.group() / p.share) < 2) continue;
+        if (ceil_div(s.q_len, p.block_q) * (p.group() / p.share) < 2 || s.kv_len < p.block_k) continue;
         s.key_tile = s.extent_begin / p.block_k;
         s.tiles = std::max<int64_t>(0, ceil_div(s.window.key_end(s.q_len - 1), p.block_k) - s.key_tile);
-        s.first_tile = tiles;
+        if (s.tiles > 0) s.first_copy = tiles;
         tiles += s.tiles * p.heads_kv;
     }
     PoolLock lock;
@@ -354,17 +354,18 @@ void run_backward(Params& p, int family, int threads) {
     p.dk_sum = dk_sum.data(), p.dv_sum = dv_sum.data();
 
     const int64_t blocks_k = ceil_div(most_k, p.block_k);
-    int64_t tiles = 0;
+    int64_t tiles = 0, copies = 0;
     for (Sequence& s : list) {
         s.tiles = ceil_div(s.q_len, p.block_q);
         s.first_tile = tiles;
         tiles += s.tiles * p.heads_q;
+        if (!products || s.kv_len <= p.block_k || s.q_len < p.block_q) continue;
+        s.first_copy = copies;
+        copies += s.tiles * p.heads_q;
     }
 
     PoolLock lock;
-    const bool copies = products && blocks_k > 1;
-    const size_t tile_bytes = copies ? static_cast<size_t>(tiles) * kernels.backward_tile(p) : 0;
-    const Workspaces spaces(threads, kernels.backward_workspace(p), tile_bytes);
+    const Workspaces spaces(threads, kernels.backward_workspace(p), static_cast<size_t>(copies) * kernels.backward_tile(p));
     p.tiles = spaces.tiles;
     const int64_t count = static_cast<int64_t>(list.size());
     each(threads, count * p.heads_q, spaces, [&](int64_t unit, char* workspace) {
@@ -373,7 +374,7 @@ void run_backward(Params& p, int family, int threads) {
     if (p.dsinks.present()) real == 8 ? add_sinks<double>(p) : add_sinks<float>(p);
     if (!products) return;
     if (!p.paged) zero_key_rows(p, list);
-    if (copies) fill_tiles(p, list, tiles, threads, spaces, kernels.fill_backward_tile);
+    fill_tiles(p, list, copies, threads, spaces, kernels.fill_backward_tile);
 
     const bool fold_batch = pages || (p.dbias.present() && p.batch > 1 && p.dbias.stride[0] == 0);
     const bool fold_heads = p.dbias.present() && p.heads_q > 1 && p.dbias.stride[1] == 0;
