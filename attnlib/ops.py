@@ -285,10 +285,13 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 def _in_memory(operands: Sequence[Any]) -> bool:
-    """Whether addresses hold the values: no negative view, no symbolic zero, nothing freed."""
-    for tensor in operands:  # noqa: SIM110  a generator costs twice as much
-        if tensor is not None and (tensor.is_neg() or not tensor.data_ptr()):
-            return False
+    """Whether addresses hold the values: no negative view, no symbolic zero, nothing freed, no batch of torch's old vmap."""
+    try:
+        for tensor in operands:
+            if tensor is not None and (tensor.is_neg() or not tensor.data_ptr()):
+                return False
+    except RuntimeError:  # it has no address at all
+        return False
     return True
 
 

@@ -511,3 +511,14 @@ def test_append_bumps_the_version_of_a_cache():
         attnlib.attention_kvcache(new, k_cache, v_cache, lens, k_new=new, v_new=new, backend=NAME)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_gradients_of_a_batch_of_cotangents():
+    """torch.autograd.grad(is_grads_batched=True), which torch.autograd.functional's vectorize=True uses."""
+    q, k, v = (torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(3))
+    out = attnlib.attention(q, k, v, causal=True, backend="cpu")
+    cotangents = torch.randn(3, *out.shape)
+    batched = torch.autograd.grad(out, (q, k, v), cotangents, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in cotangents]
+    for grad, parts in zip(batched, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(grad, torch.stack(parts))
