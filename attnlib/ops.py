@@ -285,7 +285,7 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 def _in_memory(operands: Sequence[Any]) -> bool:
-    """Whether addresses hold the values: no negative view, no symbolic zero, nothing freed, no batch of torch's old vmap."""
+    """Whether addresses hold the values: no negative view, no symbolic zero, nothing freed, no legacy batch."""
     try:
         for tensor in operands:
             if tensor is not None and (tensor.is_neg() or not tensor.data_ptr()):
