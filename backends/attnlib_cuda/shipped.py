@@ -67,9 +67,9 @@ def _excluded(values: Mapping[str, Any], *, training: bool) -> bool:
     return values.get("arch") == "sm_75" and (values.get("dtype", _HALF) != _HALF or (training and max(sizes) > 128))
 
 
-def _kernels(problem: AttentionProblem, arch: str) -> Sequence[KernelSpec]:
+def _kernels(problem: AttentionProblem, arch: str, hopper: bool = False) -> Sequence[KernelSpec]:
     try:
-        return [spec for hopper in (True, False) for spec in kernels(problem, arch, hopper)]
+        return kernels(problem, arch, hopper)
     except ValueError:  # too large for that architecture's shared memory, which the backend refuses too
         return ()
 
@@ -86,6 +86,11 @@ def _backward(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
     return [spec for spec in found if spec.entry.startswith("backward")]
 
 
+def _wgmma(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
+    found = _kernels(_problem(values, training=True), arch, hopper=True)
+    return [spec for spec in found if spec.entry.endswith("sm90")]
+
+
 def _small(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
     """Kernels around the main ones. Those of the backward know nothing of pages and new tokens."""
     found = [*_kernels(_problem(values, training=False), arch)]
@@ -96,17 +101,23 @@ def _small(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
 
 
 def matrices() -> Sequence[Matrix]:
-    """Forward kernels, backward kernels, and the small ones around them."""
+    """Forward kernels, backward kernels, those of Hopper, and the small ones around them."""
     forward = {**_SIZES, **_FORMS, "queries": (8, 16, 64, 1024), "statistics": (False, True), "split": (False, True)}
     backward = {**_SIZES, **_FORMS, "layout": ("dense", "lengths", "packed"), "deterministic": (False, True)}
     small = {
         **_SIZES, "feature": ("plain", "sinks", "alibi", "bias gradient", "everything"), "aligned": (True, False),
         "layout": ("dense", "append", "packed", "append paged", "packed paged"), "deterministic": (True, False),
     }  # fmt: skip
+    wgmma = {
+        **_SIZES, "dtype": (_HALF, _BFLOAT), "feature": ("plain", "softcap", "sinks"), "window": _FORMS["window"],
+        "layout": ("dense", "lengths", "packed"), "top_left": (False, True), "aligned": (True,),
+        "deterministic": (False, True),
+    }  # fmt: skip
     inference, training = (functools.partial(_excluded, training=x) for x in (False, True))
     return [
         Matrix("forward", forward, _forward, inference),
         Matrix("backward", backward, _backward, training),
+        Matrix("wgmma", wgmma, _wgmma, archs=("sm_90a",)),
         Matrix("small", small, _small, inference),
     ]
 
@@ -116,6 +127,10 @@ def common() -> Matrix:
 
     def build(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
         problem = values["problem"]
-        return () if _excluded({"arch": arch, "dtype": problem.dtype}, training=False) else _kernels(problem, arch)
+        return (
+            ()
+            if _excluded({"arch": arch, "dtype": problem.dtype}, training=False)
+            else _kernels(problem, arch, hopper=True)
+        )
 
     return Matrix("common", {"problem": tuple(common_problems())}, build)
