@@ -10,7 +10,7 @@ import torch
 
 import attnlib
 from attnlib.problem import AttentionProblem
-from attnlib_cuda import config, device, jit, params, warpgroup
+from attnlib_cuda import device, hopper, jit, params, steps
 
 HOPPER = device.for_arch("sm_90")
 PLAIN = AttentionProblem(
@@ -38,11 +38,11 @@ def test_covered_problems_fit_a_multiprocessor(
 ) -> None:
     head_dim, head_dim_v = sizes
     problem = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, **change)
-    forward = config.warpgroup(problem, HOPPER)
+    forward = hopper.forward(problem, HOPPER)
     assert forward is not None
     assert forward.shared_bytes <= HOPPER.smem_per_block
     assert head_dim_v <= forward.columns_v <= 64 * -(-head_dim_v // 64)
-    backward = config.warpgroup_backward(replace(problem, grads=("q", "k", "v")), HOPPER)
+    backward = hopper.backward(replace(problem, grads=("q", "k", "v")), HOPPER)
     assert (backward is None) == (problem.softcap is not None)
     if backward is not None:
         assert backward.shared_bytes <= HOPPER.smem_per_block
@@ -52,13 +52,13 @@ def test_covered_problems_fit_a_multiprocessor(
 @pytest.mark.parametrize("change", LEFT_OUT, ids=str)
 def test_what_is_left_to_the_kernels_of_sm_80(change: dict[str, Any]) -> None:
     problem = replace(PLAIN, **change)
-    assert config.warpgroup(problem, HOPPER) is None
-    assert config.warpgroup_backward(problem, HOPPER) is None
+    assert hopper.forward(problem, HOPPER) is None
+    assert hopper.backward(problem, HOPPER) is None
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100", "sm_120"])
 def test_no_other_architecture_gets_them(arch: str) -> None:
-    assert config.warpgroup(PLAIN, device.for_arch(arch)) is None
+    assert hopper.forward(PLAIN, device.for_arch(arch)) is None
 
 
 def test_explain_names_the_kernels() -> None:
@@ -78,8 +78,8 @@ def test_structs_are_as_long_as_the_kernels_expect() -> None:
     backward = params.with_maps(maps, bytes(params.BACKWARD.size), params.BACKWARD_MAPS_SIZE)
     assert len(backward) == params.BACKWARD_MAPS_SIZE
     for spec in (
-        config.warpgroup_kernel(config.warpgroup(PLAIN, HOPPER)),  # type: ignore[arg-type]
-        config.warpgroup_backward_kernel(config.warpgroup_backward(PLAIN, HOPPER)),  # type: ignore[arg-type]
+        hopper.forward_kernel(hopper.forward(PLAIN, HOPPER)),  # type: ignore[arg-type]
+        hopper.backward_kernel(hopper.backward(PLAIN, HOPPER)),  # type: ignore[arg-type]
     ):
         assert f"== {spec.params_size}" in jit.render(spec, "sm_90a")
 
@@ -98,16 +98,29 @@ class Host:
 def test_maps_say_where_the_operands_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host()
     monkeypatch.setattr(device, "host", lambda: host)
-    warpgroup._map.cache_clear()
+    steps._map.cache_clear()
     x = torch.empty(3, 100, 4, 80, dtype=torch.float16)[:, :, 1:3]
-    warpgroup.operand_map(x, 192)
-    warpgroup.operand_map(x, 192)
+    steps.operand_map(x, 192)
+    steps.operand_map(x, 192)
     packed = torch.empty(100, 1, 64, dtype=torch.bfloat16)
-    warpgroup.operand_map(packed, 64)
+    steps.operand_map(packed, 64)
     (dense, flat) = host.asked
     assert dense[:5] == (6, x.data_ptr(), [80, 100, 2, 3], [2 * 320, 2 * 80, 2 * 32000], [64, 192, 1, 1])
     assert flat[0] == 9
     assert flat[2] == [64, 100, 1, 1]
     assert flat[3][0] == 128
     assert all(stride % 16 == 0 and stride > 0 for stride in flat[3])
-    warpgroup._map.cache_clear()
+    steps._map.cache_clear()
+
+
+def test_what_repeats_in_memory_is_copied_for_its_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host()
+    monkeypatch.setattr(device, "host", lambda: host)
+    k = torch.randn(2, 5, 1, 64, dtype=torch.bfloat16).expand(2, 5, 4, 64)
+    copy = steps._spread(k)
+    assert torch.equal(copy, k)
+    steps.operand_map(copy, 64)
+    assert 0 not in host.asked[0][3]
+    plain = torch.randn(2, 5, 4, 64)[:, :, ::2]
+    assert steps._spread(plain) is plain
+    steps._map.cache_clear()

@@ -89,10 +89,10 @@ class CudaBackend(BackendBase):
         return tuple(found)
 
     def size_class(self, problem: AttentionProblem, family: str, target: Target) -> Hashable:
-        from . import config
+        from . import features
 
         left, right = problem.window
-        return config.rows(problem), config.pack(problem), left is None, right is None
+        return features.rows(problem), features.pack(problem), left is None, right is None
 
     def plan(
         self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None
@@ -107,7 +107,7 @@ class CudaBackend(BackendBase):
     def describe(self, problem: AttentionProblem, family: str, target: Target) -> Mapping[str, Any]:
         from .plan import CudaPlan
 
-        return CudaPlan(problem, target, hopper=family == "sm_90").describe()
+        return CudaPlan(problem, target, wgmma=family == "sm_90").describe()
 
 
 backend = CudaBackend()

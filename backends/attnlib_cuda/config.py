@@ -1,8 +1,8 @@
 """From a problem and an architecture to kernel configurations: pure functions, no GPU touched.
 
-`forward`, `backward` and the small kernels' configurations are frozen dataclasses whose fields become `struct Config`
-of csrc/cuda. Lengths, batch, head counts and scalars are never compile-time. `kernels` lists every kernel that a plan
-may launch, for `attnlib compile` and ci/compile_matrix.
+Here are those of the mma.sync kernels and of the small ones; hopper.py has those of wgmma. They are frozen dataclasses
+whose fields become `struct Config` of csrc/cuda. Lengths, batch, head counts and scalars are never compile-time.
+`kernels` lists every kernel that a plan may launch, for `attnlib compile` and ci/compile_matrix.
 """
 
 from __future__ import annotations
@@ -16,43 +16,9 @@ import torch
 
 from attnlib.problem import AttentionProblem
 
-from . import device, params
+from . import device, hopper, params
+from .features import Features, features, pack, padded, rows
 from .spec import KernelSpec
-
-FAULTS = (
-    "", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "skip_delta",
-    "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale", "no_recompute",
-)  # fmt: skip
-
-
-def padded(dim: int) -> int:
-    """Elements of a row in shared memory."""
-    return max(32, -(-dim // 32) * 32)
-
-
-@dataclass(frozen=True)
-class Features:
-    """What forward and backward share of a problem."""
-
-    element: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    bias_element: torch.dtype
-    tf32: bool
-    aligned: bool
-    packed: bool
-    lengths: bool
-    paged: bool
-    left: bool
-    right: bool
-    top_left: bool
-    softcap: bool
-    has_bias: bool
-    mask: bool
-    alibi: bool
-    block_mask: bool
-    dropout: bool
-    fault: int
 
 
 @dataclass(frozen=True)
@@ -86,46 +52,6 @@ class ForwardConfig(Features):
         exchange = (self.block_q * self.block_k * size + 8 * self.block_q + 4 * self.warps) if self.warps_n > 1 else 0
         random = 8 * self.block_k if self.dropout else 0
         return self.block_q * max(d, dv) * size + keys + (2048 if self.block_mask else 0) + exchange + 48 + random
-
-
-@dataclass(frozen=True)
-class WarpgroupConfig(Features):
-    """Tile shape and schedule of the wgmma forward; see csrc/cuda/forward_sm90.cuh.
-
-    warpgroups: those that compute, 64 rows each. columns_v: width of O's product. dynamic: tiles go to whoever asks
-    first. unroll: places in the rings are known at compile time. maximum: no tile does without.
-    """
-
-    sink_element: torch.dtype
-    has_sinks: bool
-    warpgroups: int
-    block_k: int
-    stages: int
-    q_buffers: int
-    q_in_registers: bool
-    unroll: bool
-    dynamic: bool
-    maximum: bool
-    columns_v: int
-    pack: bool = False
-    warps_n: int = 1
-
-    entry = "forward_sm90"
-
-    @property
-    def warps(self) -> int:
-        return 4 * (self.warpgroups + 1)
-
-    @property
-    def block_q(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def shared_bytes(self) -> int:
-        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
-        rows = self.q_buffers * self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
-        barriers = 16 * self.q_buffers + 32 * self.stages
-        return rows * 128 + -(-barriers // 16) * 16 + 48 * self.q_buffers
 
 
 @dataclass(frozen=True)
@@ -184,50 +110,6 @@ class BackwardConfig(Features):
 
 
 @dataclass(frozen=True)
-class WarpgroupBackwardConfig(Features):
-    """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh.
-
-    split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. early_dv: dV is
-    issued before dS is computed. drain: dK ends before the next tile begins.
-    """
-
-    deterministic: bool
-    split: bool
-    block_q: int
-    block_k: int
-    stages: int
-    o_stages: int
-    columns: int
-    columns_v: int
-    early_dv: bool
-    drain: bool
-    pack: bool = False
-
-    entry = "backward_sm90"
-    warps = dq_team = 8  # that compute
-    natural = False
-
-    def _panels(self, dim: int) -> int:
-        return -(-dim // 128) * 2 if self.split else -(-dim // 64)
-
-    @property
-    def dq_warps(self) -> int:
-        return 4 * (self.block_q // 64)
-
-    @property
-    def dq_columns(self) -> int:
-        return 64 * self._panels(self.head_dim)
-
-    @property
-    def shared_bytes(self) -> int:
-        panels, panels_v = self._panels(self.head_dim), self._panels(self.head_dim_v)
-        rows = self.block_k * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v)
-        scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
-        barriers = 8 + 16 * (self.stages + self.o_stages) + 24
-        return rows * 128 + scores + 8 * self.block_q * self.stages + 4 * 48 + barriers
-
-
-@dataclass(frozen=True)
 class RowsConfig:
     """The small kernels: combine, append, delta, query gradient, sink gradient."""
 
@@ -251,62 +133,10 @@ class RowsConfig:
 # ---------------------------------------------------------------- choices
 
 
-def features(problem: AttentionProblem, fault: str = "") -> dict[str, Any]:
-    """The fields of Features."""
-    left, right = problem.window
-    return {
-        "element": problem.dtype,
-        "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v,
-        "bias_element": problem.bias or torch.float32,
-        "tf32": problem.tf32 and problem.dtype == torch.float32,
-        "aligned": problem.aligned,
-        "packed": problem.packed,
-        "lengths": problem.lengths or problem.append,
-        "paged": problem.page_size is not None,
-        "left": left is not None,
-        "right": right is not None,
-        "top_left": problem.top_left,
-        "softcap": problem.softcap is not None,
-        "has_bias": problem.bias is not None,
-        "mask": problem.mask,
-        "alibi": problem.alibi,
-        "block_mask": problem.block_mask is not None,
-        "dropout": problem.dropout_threshold > 0,
-        "fault": FAULTS.index(fault),
-    }
-
-
 def _elementwise(problem: AttentionProblem) -> bool:
     """Whether scores are touched one by one, which needs registers."""
     asked = (problem.bias, problem.softcap, problem.block_mask)
     return any(x is not None for x in asked) or problem.mask or problem.alibi
-
-
-def packable(problem: AttentionProblem) -> bool:
-    """Whether the heads of a group can share a tile of rows: nothing may depend on the head but its sink."""
-    alone = problem.bias is None and problem.block_mask is None and not problem.mask and not problem.alibi
-    return alone and problem.dropout_threshold == 0 and 1 < problem.group <= 64
-
-
-def rows(problem: AttentionProblem) -> int:
-    """Rows a tile needs at most: 16, 32, 64, or 128 for everything longer."""
-    longest = problem.seqlen_q
-    packed = longest * problem.group if packable(problem) and longest * problem.group <= 64 else longest
-    return next(size for size in (16, 32, 64, 128) if packed <= size or size == 128)
-
-
-def pack(problem: AttentionProblem) -> bool:
-    """Whether a tile holds all heads of a group: short query lists."""
-    return packable(problem) and problem.seqlen_q * problem.group <= 64
-
-
-def sections(problem: AttentionProblem, target: device.DeviceInfo) -> int:
-    """Heads whose tiles are interleaved: as many as keep their keys and values in a third of L2, rounded down to a
-    power of two, which most often divides all heads."""
-    each = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    fitting = max(1, min(1 << 20, target.l2_bytes // 3 // max(each, 1)))
-    return (1 << fitting.bit_length() - 1) * problem.group
 
 
 def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, block_k: int, resident: int) -> int:
@@ -389,74 +219,6 @@ def forward(
         if wanted.keys() & set(names):
             break
     raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
-
-
-WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
-_WarpgroupShape = tuple[
-    int, int, int, int, bool, bool
-]  # warpgroups, block_k, stages, q_buffers, q_in_registers, unroll
-
-
-def _warpgroup_shape(problem: AttentionProblem) -> _WarpgroupShape:
-    """From the sweep of docs/kernels/sm90_forward.md."""
-    d, full = problem.head_dim, problem.window == (None, None)
-    capped = problem.softcap is not None  # takes registers, as a left edge does
-    if d <= 64:
-        return (2, 96, 2, 2, False, False) if capped else (3, 128, 3 if full else 2, 2, False, False)
-    if d <= 128:
-        wide = not capped and problem.window.left is None
-        return (2, 128, 2, 2, True, False) if wide else (3, 80, 2, 2, False, not capped)
-    if d <= 192:
-        return 2, 128 if problem.head_dim_v <= 128 else 96, 2, 1, False, False
-    return 2, 64, 2, 1, False, False
-
-
-def warpgroup(
-    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
-) -> WarpgroupConfig | None:
-    """The wgmma forward's configuration; None where that kernel does not cover the problem."""
-    if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
-        return None
-    lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
-    if lookups or problem.dropout_threshold > 0 or problem.page_size is not None or problem.append:
-        return None
-    if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
-        return None
-    names = ("warpgroups", "block_k", "stages", "q_buffers", "q_in_registers", "unroll")
-    common = features(problem, fault) | {
-        "sink_element": problem.sinks or torch.float32,
-        "has_sinks": problem.sinks is not None,
-        "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
-        "maximum": False,
-        "columns_v": next(width for width in WGMMA_WIDTHS if problem.head_dim_v <= width),
-    }
-    return WarpgroupConfig(**(common | dict(zip(names, _warpgroup_shape(problem), strict=True)) | dict(shape or {})))
-
-
-def warpgroup_backward(
-    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
-) -> WarpgroupBackwardConfig | None:
-    """The wgmma backward's configuration; None where that kernel does not cover the problem."""
-    if warpgroup(problem, target) is None or problem.softcap is not None:
-        return None
-    split = problem.head_dim > 128
-
-    def width(dim: int) -> int:
-        return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
-
-    common = features(problem, fault) | {
-        "deterministic": problem.deterministic,
-        "split": split,
-        "block_q": 128 if problem.head_dim <= 64 else 64,
-        "block_k": 64 if split else 128,
-        "stages": 2,
-        "o_stages": 2,
-        "columns": width(problem.head_dim),
-        "columns_v": width(problem.head_dim_v),
-        "early_dv": 64 < problem.head_dim <= 112,
-        "drain": problem.head_dim <= 64,
-    }
-    return WarpgroupBackwardConfig(**(common | dict(shape or {})))
 
 
 def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
@@ -547,9 +309,7 @@ def backward(
     raise ValueError(f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}")
 
 
-def rows_config(
-    problem: AttentionProblem, config: BackwardConfig | WarpgroupBackwardConfig | None = None
-) -> RowsConfig:
+def rows_config(problem: AttentionProblem, config: BackwardConfig | hopper.BackwardConfig | None = None) -> RowsConfig:
     """For the small kernels; those of the backward follow its tiles."""
     base = features(problem) | ({"paged": False} if config else {})
     return RowsConfig(
@@ -582,20 +342,6 @@ def backward_kernel(config: BackwardConfig, blocks: int) -> KernelSpec:
     )  # fmt: skip
 
 
-def warpgroup_kernel(config: WarpgroupConfig) -> KernelSpec:
-    return KernelSpec(
-        "forward_sm90.cuh", "forward_sm90", config, threads=128 * (config.warpgroups + 1),
-        params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
-    )  # fmt: skip
-
-
-def warpgroup_backward_kernel(config: WarpgroupBackwardConfig) -> KernelSpec:
-    return KernelSpec(
-        "backward_sm90.cuh", "backward_sm90", config, threads=384, params="attnlib::BackwardMapsParams",
-        params_size=params.BACKWARD_MAPS_SIZE,
-    )  # fmt: skip
-
-
 _SMALL = {
     "combine": ("combine.cuh", params.COMBINE, 128),
     "append": ("append.cuh", params.APPEND, 128),
@@ -621,13 +367,12 @@ def bias_gradient_kernel(config: BackwardConfig) -> KernelSpec:
     )  # fmt: skip
 
 
-def kernels(problem: AttentionProblem, arch: str, hopper: bool = True) -> Sequence[KernelSpec]:
-    """Every kernel that a plan for problem may launch on arch; without those of Hopper if hopper is false."""
+def kernels(problem: AttentionProblem, arch: str, wgmma: bool = True) -> Sequence[KernelSpec]:
+    """Every kernel that a plan for problem may launch on arch; without those of wgmma if wgmma is false."""
     target = device.for_arch(arch)
-    wide = warpgroup(problem, target) if hopper else None
     config, blocks = forward(problem, target)
-    if wide is not None:
-        found = [warpgroup_kernel(wide)]
+    if wgmma and (wide := hopper.forward(problem, target)) is not None:
+        found = [hopper.forward_kernel(wide)]
     else:
         found = [forward_kernel(config, blocks)]
         if not problem.needs_stats:
@@ -636,9 +381,10 @@ def kernels(problem: AttentionProblem, arch: str, hopper: bool = True) -> Sequen
     if problem.append:
         found.append(small_kernel("append", rows_config(problem)))
     if problem.grads:
-        main: BackwardConfig | WarpgroupBackwardConfig | None = warpgroup_backward(problem, target) if hopper else None
-        if isinstance(main, WarpgroupBackwardConfig):
-            found.append(warpgroup_backward_kernel(main))
+        main: BackwardConfig | hopper.BackwardConfig
+        if wgmma and (mine := hopper.backward(problem, target)) is not None:
+            main = mine
+            found.append(hopper.backward_kernel(mine))
         else:
             main, blocks = backward(problem, target)
             found.append(backward_kernel(main, blocks))

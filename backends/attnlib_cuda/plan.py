@@ -13,10 +13,10 @@ from attnlib.backend import Target
 from attnlib.memory import allocate
 from attnlib.problem import AttentionProblem, Tensors
 
-from . import config, device, jit, params
+from . import config, device, features, hopper, jit, params
 from .pages import PackedPages
 from .spec import KernelSpec
-from .warpgroup import MappedStep, Step
+from .steps import MappedStep, Step
 
 _UNBOUNDED = 1 << 29
 
@@ -88,31 +88,31 @@ class CudaPlan:
 
     def __init__(
         self, problem: AttentionProblem, target: Target, shape: Mapping[str, Any] | None = None, fault: str = "",
-        hopper: bool = False,
+        wgmma: bool = False,
     ) -> None:  # fmt: skip
         self._index = target.index or 0
         self._info = device.info(self._index) if target.present else device.for_arch(target.arch)
         wanted = dict(shape or {})
         fault = wanted.pop("fault", fault)
-        names = ("forward", "backward", "warpgroup", "warpgroup_backward")
+        names = ("forward", "backward", "wgmma_forward", "wgmma_backward")
         inner = {name: dict(wanted.pop(name, {})) for name in names}
         self._splits = wanted.pop("num_splits", None)
         self._forward_steps: _Forward | None = None
         self._backward_steps: _Backward | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
-        self._warpgroup = config.warpgroup(problem, self._info, fault, inner["warpgroup"]) if hopper else None
+        self._wide = hopper.forward(problem, self._info, fault, inner["wgmma_forward"]) if wgmma else None
         self._rows = config.rows_config(problem)
-        self._backward: config.BackwardConfig | config.WarpgroupBackwardConfig | None = None
+        self._backward: config.BackwardConfig | hopper.BackwardConfig | None = None
         if problem.grads:
             self._backward_blocks = 1
-            if hopper:
-                self._backward = config.warpgroup_backward(problem, self._info, fault, inner["warpgroup_backward"])
+            if wgmma:
+                self._backward = hopper.backward(problem, self._info, fault, inner["wgmma_backward"])
             if self._backward is None:
                 self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
             self._backward_rows = config.rows_config(problem, self._backward)
 
     def describe(self) -> Mapping[str, Any]:
-        c = self._warpgroup or self._forward
+        c = self._wide or self._forward
         found: dict[str, Any] = {
             "kernel": c.entry, "block_q": c.block_q, "block_k": c.block_k, "warps": c.warps, "num_stages": c.stages,
             "shared_bytes": c.shared_bytes,
@@ -194,8 +194,8 @@ class CudaPlan:
 
     def _prepare_forward(self, problem: AttentionProblem, t: Tensors) -> _Forward:
         """All of a forward that its tensors don't decide."""
-        if self._warpgroup is not None:
-            return self._prepare_warpgroup(problem, t, self._warpgroup)
+        if self._wide is not None:
+            return self._prepare_wide(problem, t, self._wide)
         c, packed, rows = self._forward, problem.packed, t.lse.numel()
         per_tile = c.block_q // problem.group if c.pack else c.block_q
         tiles = problem.total_q // per_tile + problem.batch + 1 if packed else -(-problem.seqlen_q // per_tile)
@@ -206,7 +206,7 @@ class CudaPlan:
         right = problem.window.right
         values = {
             **self._sizes(problem), "stats_l": rows, "sinks_h": 1, "tiles": tiles, "splits": splits,
-            "section": min(units, config.sections(problem, self._info)) if right is not None else 1,
+            "section": min(units, features.sections(problem, self._info)) if right is not None else 1,
         }  # fmt: skip
         spec = config.forward_kernel(c, self._blocks)
         main = self._step(problem, spec, params.FORWARD, values, (tiles * units, splits, 1), c.shared_bytes)
@@ -217,16 +217,16 @@ class CudaPlan:
             combine = self._step(problem, spec, layout, layout.known(values), (-(-rows // 4), 1, 1))
         return _Forward(problem, main, combine, splits, self._extras(t))
 
-    def _prepare_warpgroup(self, problem: AttentionProblem, t: Tensors, c: config.WarpgroupConfig) -> _Forward:
+    def _prepare_wide(self, problem: AttentionProblem, t: Tensors, c: hopper.ForwardConfig) -> _Forward:
         tiles, units = -(-problem.seqlen_q // c.block_q), problem.num_heads_q * problem.batch
         if problem.packed:
             tiles, units = problem.total_q // c.block_q + problem.batch + 1, problem.num_heads_q
         edge = problem.window.right is not None
         values = {
             **self._sizes(problem), "sinks_h": 1, "tiles": tiles, "splits": 1,
-            "section": min(units, config.sections(problem, self._info)) if edge else 1,
+            "section": min(units, features.sections(problem, self._info)) if edge else 1,
         }  # fmt: skip
-        kernel = jit.load(config.warpgroup_kernel(c), self._index, problem)
+        kernel = jit.load(hopper.forward_kernel(c), self._index, problem)
         boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("out", 16))
         grid = (min(self._info.sm_count, tiles * units), 1, 1)
         template = params.FORWARD.template(values)
@@ -336,7 +336,7 @@ class CudaPlan:
         ahead = 4 * -(-problem.seqlen_k // c.block_k) <= self._info.sm_count * self._backward_blocks
         values = {
             **self._sizes(problem), "row_tiles": row_tiles, "tiles": 0 if packed else q_tiles, "key_tiles": k_tiles,
-            "section": min(units, config.sections(problem, self._info)) if c.right and not c.deterministic else 1,
+            "section": min(units, features.sections(problem, self._info)) if c.right and not c.deterministic else 1,
             # Blocks that wait for later ones must run together, whatever a few other streams do.
             "rotate": int(c.deterministic and ahead),
         }  # fmt: skip
@@ -351,8 +351,8 @@ class CudaPlan:
             layout, spec = params.BIAS_GRADIENT, config.bias_gradient_kernel(c)
             dbias = self._step(problem, spec, layout, layout.known(values), (0, 1, 1))  # a warp an element: see there
         grid = (k_tiles * units, 1, 1)
-        if isinstance(c, config.WarpgroupBackwardConfig):
-            kernel = jit.load(config.warpgroup_backward_kernel(c), self._index, problem)
+        if isinstance(c, hopper.BackwardConfig):
+            kernel = jit.load(hopper.backward_kernel(c), self._index, problem)
             boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))
             layout, size = params.BACKWARD, params.BACKWARD_MAPS_SIZE
             main: Step = MappedStep(kernel, layout, layout.template(values), grid, c.shared_bytes, boxes, size)

@@ -67,9 +67,9 @@ def _excluded(values: Mapping[str, Any], *, training: bool) -> bool:
     return values.get("arch") == "sm_75" and (values.get("dtype", _HALF) != _HALF or (training and max(sizes) > 128))
 
 
-def _kernels(problem: AttentionProblem, arch: str, hopper: bool = False) -> Sequence[KernelSpec]:
+def _kernels(problem: AttentionProblem, arch: str, wgmma: bool = False) -> Sequence[KernelSpec]:
     try:
-        return kernels(problem, arch, hopper)
+        return kernels(problem, arch, wgmma)
     except ValueError:  # too large for that architecture's shared memory, which the backend refuses too
         return ()
 
@@ -87,7 +87,7 @@ def _backward(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
 
 
 def _wgmma(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
-    found = _kernels(_problem(values, training=True), arch, hopper=True)
+    found = _kernels(_problem(values, training=True), arch, wgmma=True)
     return [spec for spec in found if spec.entry.endswith("sm90")]
 
 
@@ -130,7 +130,7 @@ def common() -> Matrix:
         return (
             ()
             if _excluded({"arch": arch, "dtype": problem.dtype}, training=False)
-            else _kernels(problem, arch, hopper=True)
+            else _kernels(problem, arch, wgmma=True)
         )
 
     return Matrix("common", {"problem": tuple(common_problems())}, build)

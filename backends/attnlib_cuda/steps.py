@@ -43,12 +43,18 @@ class MappedStep(Step):
     ticket: int | None = None
 
     def run(self, values: dict[str, Any], stream: int, problem: AttentionProblem, t: Tensors) -> None:
-        maps = [operand_map(getattr(t, field), rows) for field, rows in self.boxes]
+        operands = [_spread(getattr(t, field)) for field, _ in self.boxes]  # kept until the launch
+        maps = [operand_map(x, rows) for x, (_, rows) in zip(operands, self.boxes, strict=True)]
         members = self.layout.filled(values)
         if self.ticket is not None:
             members += _ticket(self.ticket, stream).data_ptr().to_bytes(8, "little")
         struct = params.with_maps(maps, members, self.size)
         self.kernel.launch(self.grid, stream, struct, self.shared, problem=problem)
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it repeats in memory: maps take no stride of 0."""
+    return tensor if all(tensor.stride()) else tensor.contiguous()
 
 
 _TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*

@@ -237,7 +237,7 @@ struct Warpgroup {
         ptx::wgmma_wait<1>();
         ptx::pin(s[0]);
         float correction[2];
-        if constexpr (masked || with_maximum || Config::maximum) {
+        if constexpr (masked || with_maximum) {
             release(T::k_empty, stage);
             exact(masked ? record : 0, j, correction);
             if (more) await(T::k_full, after, visits + 1);

@@ -1,0 +1,178 @@
+"""Configurations of the wgmma kernels, and which problems they cover: pure functions, no GPU touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnlib.problem import AttentionProblem
+
+from . import device, params
+from .features import Features, features, rows
+from .spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class ForwardConfig(Features):
+    """Tile shape and schedule of the wgmma forward; see csrc/cuda/forward_sm90.cuh.
+
+    warpgroups: those that compute, 64 rows each. columns_v: width of O's product. dynamic: tiles go to whoever asks
+    first. unroll: places in the rings are known at compile time.
+    """
+
+    sink_element: torch.dtype
+    has_sinks: bool
+    warpgroups: int
+    block_k: int
+    stages: int
+    q_buffers: int
+    q_in_registers: bool
+    unroll: bool
+    dynamic: bool
+    columns_v: int
+    pack: bool = False
+    warps_n: int = 1
+
+    entry = "forward_sm90"
+
+    @property
+    def warps(self) -> int:
+        return 4 * (self.warpgroups + 1)
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def shared_bytes(self) -> int:
+        panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
+        rows = self.q_buffers * self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
+        barriers = 16 * self.q_buffers + 32 * self.stages
+        return rows * 128 + -(-barriers // 16) * 16 + 48 * self.q_buffers
+
+
+@dataclass(frozen=True)
+class BackwardConfig(Features):
+    """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh.
+
+    split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. early_dv: dV is
+    issued before dS is computed. drain: dK ends before the next tile begins.
+    """
+
+    deterministic: bool
+    split: bool
+    block_q: int
+    block_k: int
+    stages: int
+    o_stages: int
+    columns: int
+    columns_v: int
+    early_dv: bool
+    drain: bool
+    pack: bool = False
+
+    entry = "backward_sm90"
+    warps = dq_team = 8  # that compute
+    natural = False
+
+    def _panels(self, dim: int) -> int:
+        return -(-dim // 128) * 2 if self.split else -(-dim // 64)
+
+    @property
+    def dq_warps(self) -> int:
+        return 4 * (self.block_q // 64)
+
+    @property
+    def dq_columns(self) -> int:
+        return 64 * self._panels(self.head_dim)
+
+    @property
+    def shared_bytes(self) -> int:
+        panels, panels_v = self._panels(self.head_dim), self._panels(self.head_dim_v)
+        rows = self.block_k * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v)
+        scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
+        barriers = 8 + 16 * (self.stages + self.o_stages) + 24
+        return rows * 128 + scores + 8 * self.block_q * self.stages + 4 * 48 + barriers
+
+
+WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
+# warpgroups, block_k, stages, q_buffers, q_in_registers, unroll
+_Shape = tuple[int, int, int, int, bool, bool]
+
+
+def _shape(problem: AttentionProblem) -> _Shape:
+    """From the sweep of docs/kernels/sm90_forward.md."""
+    d, full = problem.head_dim, problem.window == (None, None)
+    capped = problem.softcap is not None  # takes registers, as a left edge does
+    if d <= 64:
+        return (2, 96, 2, 2, False, False) if capped else (3, 128, 3 if full else 2, 2, False, False)
+    if d <= 128:
+        wide = not capped and problem.window.left is None
+        return (2, 128, 2, 2, True, False) if wide else (3, 80, 2, 2, False, not capped)
+    if d <= 192:
+        return 2, 128 if problem.head_dim_v <= 128 else 96, 2, 1, False, False
+    return 2, 64, 2, 1, False, False
+
+
+def forward(
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
+) -> ForwardConfig | None:
+    """The wgmma forward's configuration; None where that kernel does not cover the problem."""
+    if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
+        return None
+    lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
+    if lookups or problem.dropout_threshold > 0 or problem.page_size is not None or problem.append:
+        return None
+    if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
+        return None
+    names = ("warpgroups", "block_k", "stages", "q_buffers", "q_in_registers", "unroll")
+    common = features(problem, fault) | {
+        "sink_element": problem.sinks or torch.float32,
+        "has_sinks": problem.sinks is not None,
+        "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
+        "columns_v": next(width for width in WGMMA_WIDTHS if problem.head_dim_v <= width),
+    }
+    return ForwardConfig(**(common | dict(zip(names, _shape(problem), strict=True)) | dict(shape or {})))
+
+
+def backward(
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
+) -> BackwardConfig | None:
+    """The wgmma backward's configuration; None where that kernel does not cover the problem."""
+    if forward(problem, target) is None or problem.softcap is not None:
+        return None
+    split = problem.head_dim > 128
+
+    def width(dim: int) -> int:
+        return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
+
+    common = features(problem, fault) | {
+        "deterministic": problem.deterministic,
+        "split": split,
+        "block_q": 128 if problem.head_dim <= 64 else 64,
+        "block_k": 64 if split else 128,
+        "stages": 2,
+        "o_stages": 2,
+        "columns": width(problem.head_dim),
+        "columns_v": width(problem.head_dim_v),
+        "early_dv": 64 < problem.head_dim <= 112,
+        "drain": problem.head_dim <= 64,
+    }
+    return BackwardConfig(**(common | dict(shape or {})))
+
+
+def forward_kernel(config: ForwardConfig) -> KernelSpec:
+    return KernelSpec(
+        "forward_sm90.cuh", "forward_sm90", config, threads=128 * (config.warpgroups + 1),
+        params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
+    )  # fmt: skip
+
+
+def backward_kernel(config: BackwardConfig) -> KernelSpec:
+    return KernelSpec(
+        "backward_sm90.cuh", "backward_sm90", config, threads=384, params="attnlib::BackwardMapsParams",
+        params_size=params.BACKWARD_MAPS_SIZE,
+    )  # fmt: skip
