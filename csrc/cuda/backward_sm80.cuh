@@ -22,6 +22,7 @@
 #pragma once
 
 #include "backward_tile.cuh"
+#include "work.cuh"
 
 namespace attnlib {
 
@@ -37,7 +38,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     const int warp_k = warp / T::warps_q, warp_q = warp % T::warps_q;
     const int row0 = warp_k * 16 * M, column0 = warp_q * 8 * N;   // this warp's part of S
 
-    // ---- which keys: causal tiles have the most queries first, deterministic ones the reverse (see below)
+    // ---- which keys, and which queries
     int block = blockIdx.x;
     if constexpr (Config::deterministic) {
         if (thread == 0) ptx::st_shared_b32(base + T::parked, atomicAdd(address<int>(p.ticket), 1));
@@ -45,41 +46,15 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         block = ptx::ld_shared_b32(base + T::parked);
         __syncthreads();
     }
-    const int units = p.heads_kv * (Config::packed ? 1 : p.batch);
-    const int section = block / (p.key_tiles * p.section), rest = block - section * p.key_tiles * p.section;
-    const int width = min(p.section, units - section * p.section);
-    int tile = rest / width, unit = section * p.section + rest - tile * width, b = 0;
-    if (Config::deterministic && Config::right) tile = p.key_tiles - 1 - tile;
-    if constexpr (Config::packed) {
-        int within;
-        if (!find_packed_tile<Config>(address<const int>(p.cu_k), p.batch, p.total_k, block_k, tile, b, within)) return;
-        tile = within;
-    } else {
-        b = unit / p.heads_kv;
-        unit -= b * p.heads_kv;
-    }
-    const Sequence seq = sequence_of<Config>(p, b);
-    const Window window = window_of<Config>(p, seq);
-    const int head_kv = unit, group = p.heads_q / p.heads_kv;
-    const int j0 = tile * block_k, j1 = min(j0 + block_k, seq.kv_len);
-
-    // ---- which queries: tiles [first, last) of every head of the group
-    int first = 0, last = 0;
-    if (j1 > j0 && seq.q_len > 0) {
-        const int begin = clamp(window.query_begin(j0), 0, seq.q_len), end = static_cast<int>(window.query_end(j1 - 1));
-        if (end > begin) {
-            first = begin / block_q;
-            last = (end + block_q - 1) / block_q;
-        }
-    }
-    const int per_head = last - first, total = per_head * group;
+    const KeyWork<Config, block_q, block_k> work(p, block);
+    if (work.idle) return;
+    const Sequence& seq = work.seq;
+    const Window& window = work.window;
+    const int b = work.b, head_kv = work.head_kv, group = work.group, tile = work.tile, j0 = work.j0, j1 = work.j1;
+    const int first = work.first, last = work.last, per_head = work.per_head, total = per_head * group, start = work.start;
     const int64_t tile0 = first_tile<Config>(p, b, block_q);
 
-    // Heads and query tiles in order. Blocks start at different tiles, so that they don't add to the same dQ at once:
-    // deterministic ones evenly spread over the `round` tiles, if all blocks of the head are sure to run together.
-    const int key_tiles = (seq.kv_len + block_k - 1) / block_k;
-    const int round = Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head : 0;
-    const int start = Config::deterministic ? first + (round > 0 ? tile * round / key_tiles : 0) : !Config::right && per_head > 0 ? first + tile % per_head : first;
+    // Heads and query tiles in order.
     struct Place { int head, tile, left; };
     const auto advance = [&](Place& at) {
         if (++at.tile == last) at.tile = first;
@@ -100,7 +75,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         ptx::st_shared_v2(base + T::parked + 32, seq.q_len, static_cast<int>(window.offset));
         ptx::st_shared_v2(base + T::parked + 40, seq.kv_len, dropout_above(p.dropout_threshold));
         if (Config::dropout) ptx::st_shared_b64(base + T::parked + 48, static_cast<uint64_t>(*address<const int64_t>(p.seed)));
-        ptx::st_shared_v2(base + T::parked + 56, round, key_tiles);
+        ptx::st_shared_v2(base + T::parked + 56, work.round, work.key_tiles);
     }
     __syncthreads();
     const auto load_queries = [&](const Place& at, int stage) {   // Q and the row statistics
@@ -166,12 +141,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         int* turn = nullptr;
         int rank = 0, now = 0;
         if constexpr (Config::deterministic) {
-            // Key tiles add in a fixed order: ascending; descending where the later keys get here first; or as they come by.
-            const int i0 = at.tile * block_q, i1 = min(i0 + block_q, seq.q_len);
-            const int lowest = clamp(window.key_begin(i0), 0, seq.kv_len) / block_k, highest = (static_cast<int>(window.key_end(i1 - 1)) - 1) / block_k;
-            const int round = ptx::ld_shared_b32(base + T::parked + 56), key_tiles = ptx::ld_shared_b32(base + T::parked + 60);
-            const int nearest = round > 0 ? ((at.tile + 1) * key_tiles - 1) / round : highest;   // the last to have started by there
-            rank = round > 0 ? nearest - tile + (tile > nearest ? key_tiles : 0) : Config::right ? highest - tile : tile - lowest;
+            rank = turn_of<Config, block_q, block_k>(window, seq, at.tile, tile, ptx::ld_shared_b32(base + T::parked + 56), ptx::ld_shared_b32(base + T::parked + 60));
             turn = address<int>(p.order) + (at.head * p.row_tiles + tile0 + at.tile) * T::team + member;   // a warp adds its own part
             if (part_of_columns == 0 && lane == 0) now = ptx::ld_relaxed(turn);
         }

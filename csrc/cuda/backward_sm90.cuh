@@ -68,63 +68,11 @@ struct QueryRecord {
     }
 };
 
-// The key tile of a block and the query tiles that see it, in the order in which it visits them.
 template <class Config>
-struct KeyWork {
-    using T = WarpgroupBackwardTile<Config>;
-    Sequence seq;
-    Window window;
-    int b, head_kv, group, tile, j0, j1, first, last, per_head, start, pace, key_tiles;
-    bool idle;
-
-    __device__ __forceinline__ KeyWork(const BackwardParams& p, int block) {
-        const int units = p.heads_kv * (Config::packed ? 1 : p.batch);
-        const int section = block / (p.key_tiles * p.section), rest = block - section * p.key_tiles * p.section;
-        const int width = min(p.section, units - section * p.section);
-        tile = rest / width;
-        int unit = section * p.section + rest - tile * width;
-        b = 0;
-        idle = false;
-        if (Config::deterministic && Config::right) tile = p.key_tiles - 1 - tile;
-        if constexpr (Config::packed) {
-            int within;
-            idle = !find_packed_tile<Config>(address<const int>(p.cu_k), p.batch, p.total_k, T::block_k, tile, b, within);
-            tile = within;
-        } else {
-            b = unit / p.heads_kv;
-            unit -= b * p.heads_kv;
-        }
-        seq = sequence_of<Config>(p, b);
-        window = window_of<Config>(p, seq);
-        head_kv = unit;
-        group = p.heads_q / p.heads_kv;
-        j0 = tile * T::block_k;
-        j1 = min(j0 + T::block_k, seq.kv_len);
-        first = last = 0;
-        if (j1 > j0 && seq.q_len > 0) {
-            const int begin = clamp(window.query_begin(j0), 0, seq.q_len), end = static_cast<int>(window.query_end(j1 - 1));
-            if (end > begin) {
-                first = begin / T::block_q;
-                last = (end + T::block_q - 1) / T::block_q;
-            }
-        }
-        per_head = last - first;
-        key_tiles = (seq.kv_len + T::block_k - 1) / T::block_k;
-        pace = Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head / key_tiles : 0;
-        start = Config::deterministic ? first + tile * pace : !Config::right && per_head > 0 ? first + tile % per_head : first;
-    }
-
-    // deterministic: how many key tiles add to query tile i before this one does
-    __device__ __forceinline__ int rank(int i) const {
-        const int i0 = i * T::block_q, i1 = min(i0 + T::block_q, seq.q_len);
-        const int lowest = clamp(window.key_begin(i0), 0, seq.kv_len) / T::block_k, highest = (static_cast<int>(window.key_end(i1 - 1)) - 1) / T::block_k;
-        const int nearest = pace > 0 ? min(i / pace, key_tiles - 1) : highest;
-        return pace > 0 ? nearest - tile + (tile > nearest ? key_tiles : 0) : Config::right ? highest - tile : tile - lowest;
-    }
-};
+using KeyTile = KeyWork<Config, WarpgroupBackwardTile<Config>::block_q, WarpgroupBackwardTile<Config>::block_k>;
 
 template <class Config>
-__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, const KeyWork<Config>& work, uint32_t base) {
+__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, const KeyTile<Config>& work, uint32_t base) {
     using T = WarpgroupBackwardTile<Config>;
     const BackwardParams& p = params.problem;
     const int batch = Config::packed ? 0 : work.b;
@@ -157,7 +105,7 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
             QueryRecord record{p.dq_sum + 4 * slot * T::dq_floats, 0, count, position, edges.cross(work.j0, work.j0 + T::block_k), 0};
             if constexpr (Config::deterministic) {
                 record.turn = p.order + 4 * slot * 8;
-                record.rank = work.rank(tile);
+                record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
             }
             record.write(base + T::record_at + T::record_bytes * (visit % T::records));
             ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
@@ -459,7 +407,7 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     __syncthreads();
     const int block = Config::deterministic ? ptx::ld_shared_b32(base + T::record_at) : blockIdx.x;
     if constexpr (Config::deterministic) __syncthreads();
-    const KeyWork<Config> work(p, block);
+    const KeyTile<Config> work(p, block);
     if (work.idle) return;
     if (warpgroup == 0) {
         ptx::give_registers<24>();
@@ -468,7 +416,7 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
         ptx::take_registers<240>();
         WarpgroupBackward<Config> mine(p, base, warpgroup - 1, lane);
         mine.run(work.j0, work.j1 - work.j0);
-        const KeyWork<Config> again(p, Config::deterministic ? block : ptx::opaque_block());   // found anew rather than kept in registers
+        const KeyTile<Config> again(p, Config::deterministic ? block : ptx::opaque_block());   // found anew rather than kept in registers
         const int64_t token = (Config::packed ? again.seq.k_row : 0) + again.j0;
         const int count = again.seq.padded_k - again.j0;
         const int64_t batch = Config::packed ? 0 : again.b;
