@@ -273,7 +273,7 @@ def _run(
         )  # fmt: skip
         if operands.k_new is not None:
             result = _append(operands, scalars, spec)
-        elif "reference" in spec and not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
+        elif "reference" in spec.lower() and not torch.compiler.is_compiling() and dispatch.wants_reference(spec):
             check_memory(zip(Operands._fields, operands))
             result = run.run_reference(operands, scalars, spec) or ops.call(operands, scalars, spec, return_lse)
         else:

@@ -11,20 +11,16 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .errors import ArgumentError, ArgumentTypeError
 from .lengths import check_values
-from .operands import DIFFERENTIABLE, INTEGERS, Operands, Scalars
+from .operands import DIFFERENTIABLE, INTEGERS, PLAIN, TENSORS, Operands, Scalars
+from .options import drop_threshold
 from .problem import DTYPES, AttentionProblem, Tensors, Window
 
 _FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 
 
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_NOTHING = frozenset({type(None)})
-_TENSORS_OR_NONE = _TENSORS | _NOTHING
-
-
 def check_types(operands: Operands) -> None:
     """Raises ArgumentTypeError for an operand that is not a tensor."""
-    if _TENSORS.issuperset(map(type, operands[:3])) and _TENSORS_OR_NONE.issuperset(map(type, operands[3:])):
+    if TENSORS.issuperset(map(type, operands[:3])) and PLAIN.issuperset(map(type, operands[3:])):
         return
     for index, (name, tensor) in enumerate(zip(Operands._fields, operands)):
         if not isinstance(tensor, torch.Tensor) and (tensor is not None or index < 3):
@@ -66,7 +62,7 @@ def check_memory(named: Iterable[tuple[str, torch.Tensor | None]]) -> None:
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    if tensor.is_meta or tensor._is_zerotensor() or type(tensor) not in _TENSORS:
+    if tensor.is_meta or tensor._is_zerotensor() or type(tensor) not in TENSORS:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
         return False
@@ -149,7 +145,7 @@ def check(operands: Operands, scalars: Scalars) -> AttentionProblem:
         lengths=operands.q_lens is not None or operands.kv_lens is not None,
         page_size=k.shape[1] if paged else None,
         append=operands.k_new is not None,
-        dropout_p=int(scalars.dropout_p * 65536 + 0.5) / 65536,
+        dropout_p=drop_threshold(scalars.dropout_p) / 65536,
         grads=tuple(name for bit, name in enumerate(DIFFERENTIABLE) if scalars.grads >> bit & 1),
         deterministic=scalars.deterministic,
         tf32=scalars.tf32,

@@ -12,7 +12,15 @@ import torch
 from .arguments import check_dense
 from .errors import ArgumentError, ArgumentTypeError
 from .operands import Operands, Scalars, grads_of
-from .options import UNBOUNDED, check_flag, check_number, check_positive, check_probability, check_window
+from .options import (
+    UNBOUNDED,
+    check_flag,
+    check_number,
+    check_positive,
+    check_probability,
+    check_window,
+    drop_threshold,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +92,7 @@ def scalars_of(
         causal_alignment == "top_left",
         _default_scale(operands.q) if scale is None else check_number("scale", scale),
         0.0 if softcap is None else check_positive("softcap", softcap),
-        check_probability(dropout_p),
+        check_probability("dropout_p", dropout_p),
         0 if block_mask is None else block_mask.block_q,
         0 if block_mask is None else block_mask.block_k,
         grads_of(operands),
@@ -114,12 +122,15 @@ def _allows_tf32(q: torch.Tensor) -> bool:
     return q.is_cuda and q.dtype == torch.float32 and _torch_allows_tf32()
 
 
-@torch._dynamo.assume_constant_result
 def _torch_allows_tf32() -> bool:
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if precision is None:
         return torch.get_float32_matmul_precision() != "highest"
     return precision == "tf32"
+
+
+# What torch._dynamo.assume_constant_result sets; importing that module takes longer than all of attnlib.
+_torch_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_cache(operands: Operands) -> None:
@@ -180,8 +191,10 @@ def length_hint(name: str, value: Any) -> int:
 
 def seed_tensor(q: torch.Tensor, dropout_p: float, seed: Any) -> torch.Tensor | None:
     """The seed as an operand; None where no key is dropped."""
-    threshold = int(check_probability(dropout_p) * 65536 + 0.5)
-    if seed is None and threshold == 0:
+    if seed is None and type(dropout_p) is float and dropout_p == 0.0:
+        return None
+    dropped = drop_threshold(check_probability("dropout_p", dropout_p))
+    if seed is None and dropped == 0:
         return None
     if isinstance(seed, torch.Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1:
@@ -195,7 +208,7 @@ def seed_tensor(q: torch.Tensor, dropout_p: float, seed: Any) -> torch.Tensor | 
             raise ArgumentTypeError(f"dropout_seed: needs an int or an int64 tensor of one element, got {seed!r}")
         if not -(2**63) <= int(seed) < 2**63:
             raise ArgumentError(f"dropout_seed: needs an int from -2**63 to 2**63 - 1, got {seed}")
-    if threshold == 0:
+    if dropped == 0:
         return None
     if seed is None:
         return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=q.device)

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,11 +245,10 @@ def cache_sizes() -> dict[str, int]:
 
 def select(problem: AttentionProblem, target: Target, spec: str = "") -> Decision:
     """The decision for a problem on a target. It may be a cached one, made for other sizes and scalars."""
-    names = _split_spec(spec)[0]
-    key = (problem.signature, target, names, registry.generation)
+    key = _key(problem, target, spec)
     decision = _decisions.get(key)
     if decision is None:
-        decision = _select(problem, target, names)
+        decision = _select(problem, target, _split_spec(spec)[0])
         if all(reason.what != "backend" for candidate in decision.candidates for reason in candidate.refusals):
             _decisions.put(key, decision)  # an answer that failed may come next time
         if "dispatch" in settings.current().log:
@@ -259,7 +258,12 @@ def select(problem: AttentionProblem, target: Target, spec: str = "") -> Decisio
 
 def settled(problem: AttentionProblem, target: Target, spec: str) -> bool:
     """Whether the decision for a problem is kept: not if some backend failed to answer."""
-    return _decisions.get((problem.signature, target, _split_spec(spec)[0], registry.generation)) is not None
+    return _decisions.get(_key(problem, target, spec)) is not None
+
+
+def _key(problem: AttentionProblem, target: Target, spec: str) -> Hashable:
+    """All that a decision depends on."""
+    return problem.signature, target, _split_spec(spec)[0], registry.generation
 
 
 def _select(problem: AttentionProblem, target: Target, names: str) -> Decision:
@@ -319,7 +323,7 @@ def _may_choose(name: str, order: tuple[str, ...] | None) -> bool:
 
 def wants_reference(spec: str) -> bool:
     """Whether the reference, which is differentiable by itself, is among the names in force."""
-    return "reference" in spec and any(name.strip() == "reference" for name in spec.lstrip("$").split(","))
+    return any(name.strip() == "reference" for name in spec.lower().lstrip("$").split(","))
 
 
 def device_refusals(family: Family, target: Target) -> tuple[Refusal, ...]:

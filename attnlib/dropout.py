@@ -11,26 +11,21 @@ in C++. Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .arguments import check_dense, check_memory
 from .errors import ArgumentError, ArgumentTypeError
+from .options import check_probability, drop_threshold
 
 _LOW = 0xFFFFFFFF
 _CHUNK = 1 << 20  # numbers made at a time; bounds the scratch memory
 
 Seed = int | torch.Tensor
 Span = tuple[int, int]
-
-
-def threshold(p: float) -> int:
-    """The least 16-bit number that is kept at drop probability p: floor(p * 65536 + 0.5), in 0..65536."""
-    return int(p * 65536 + 0.5)
 
 
 def philox(c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor, seed: Seed) -> list[torch.Tensor]:
@@ -156,14 +151,6 @@ def check_seed(seed: Seed, device: torch.device) -> None:
         raise ArgumentError(f"seed: needs an int in [-2^63, 2^63), got {seed}")
 
 
-def check_probability(p: float, name: str = "p") -> None:
-    """Raise unless p is a number in [0, 1]."""
-    if isinstance(p, bool) or not isinstance(p, Real):
-        raise ArgumentTypeError(f"{name}: needs a float in [0, 1], got {type(p).__name__}")
-    if math.isnan(p) or not 0.0 <= p <= 1.0:
-        raise ArgumentError(f"{name}: needs a float in [0, 1], got {p}")
-
-
 def dropout_mask(
     seed: Seed,
     p: float,
@@ -207,7 +194,7 @@ def dropout_mask(
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"device: needs a torch device, got {device!r} ({error})") from None
     check_seed(seed, device)
-    check_probability(p)
+    p = check_probability("p", p)
     sizes = {"batch": batch, "num_heads_q": num_heads_q, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, Integral):
@@ -216,4 +203,4 @@ def dropout_mask(
             raise ArgumentError(f"{name}: needs an int >= 0, got {size}")
     batch, num_heads_q, seqlen_q, seqlen_k = (int(size) for size in sizes.values())
     seed = seed if isinstance(seed, torch.Tensor) else int(seed)
-    return keep_rectangle(seed, threshold(p), range(batch), num_heads_q, (0, seqlen_q), (0, seqlen_k), device)
+    return keep_rectangle(seed, drop_threshold(p), range(batch), num_heads_q, (0, seqlen_q), (0, seqlen_k), device)

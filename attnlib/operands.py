@@ -34,6 +34,8 @@ NUM_COMMON = Operands._fields.index("k_new")  # what every operator takes; the r
 INTEGERS = ("q_lens", "kv_lens", "new_lens", "cu_seqlens_q", "cu_seqlens_k", "page_table")
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 differentiable = operator.attrgetter(*DIFFERENTIABLE)
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = TENSORS | {type(None)}  # types of operands that no subclass watches
 
 
 def grads_of(operands: Operands) -> int:

@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 from . import dispatch
 from .arguments import check_devices, check_memory
 from .errors import ArgumentError, UnsupportedError
-from .operands import DIFFERENTIABLE, NUM_COMMON, Operands, Scalars, differentiable, grads_of
+from .operands import DIFFERENTIABLE, NUM_COMMON, PLAIN, Operands, Scalars, differentiable, grads_of
 from .run import Prepared, prepare, run_backward, run_forward
 
 _TYPES = {bool: "bool", float: "float", int: "SymInt"}
@@ -280,8 +280,6 @@ class PlainAttention(torch.autograd.Function):
 
 # Function.apply inspects the signature of forward at every call, which costs more than the kernel of a small problem.
 _plain_apply = super(torch.autograd.Function, PlainAttention).apply
-
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 def _in_memory(operands: Sequence[Any]) -> bool:

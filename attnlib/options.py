@@ -57,13 +57,16 @@ def check_positive(name: str, value: Any) -> float:
     return number
 
 
-def check_probability(value: Any) -> float:
+def check_probability(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
-            raise ArgumentTypeError(
-                f"dropout_p: needs a number from 0 to 1, got {value!r} of type {type(value).__name__}"
-            )
+            raise ArgumentTypeError(f"{name}: needs a number from 0 to 1, got {value!r} of type {type(value).__name__}")
         value = float(value)
     if not 0.0 <= value <= 1.0:
-        raise ArgumentError(f"dropout_p: needs a number from 0 to 1, got {value!r}")
+        raise ArgumentError(f"{name}: needs a number from 0 to 1, got {value!r}")
     return value
+
+
+def drop_threshold(p: float) -> int:
+    """The least 16-bit number that is kept at drop probability p, in 0..65536."""
+    return int(p * 65536 + 0.5)

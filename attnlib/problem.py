@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import ArgumentError
+from .options import drop_threshold
 
 
 class Feature(enum.Enum):
@@ -157,12 +158,18 @@ class AttentionProblem:
     @property
     def dropout_threshold(self) -> int:
         """A key is kept iff its 16-bit number is at least this; 0 is no dropout, 65536 drops all."""
-        return int(self.dropout_p * 65536 + 0.5)
+        return drop_threshold(self.dropout_p)
 
     @property
     def needs_stats(self) -> bool:
         """Whether backward needs the row maximum and row sum beside lse (log(l) is lost beside a large bias)."""
         return bool(self.grads) and (self.bias is not None or self.alibi)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.packed:
+            return (self.num_heads_q, self.total_q)
+        return (self.batch, self.num_heads_q, self.seqlen_q)
 
     @property
     def accumulate_dtype(self) -> torch.dtype:

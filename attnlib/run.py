@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,19 +99,13 @@ def _prepare(operands: Operands, scalars: Scalars, spec: str) -> Prepared:
         all(t is None or (t.data_ptr() and not t.is_neg()) for t in operands),
         v.shape[-1] == problem.head_dim_v and is_canonical(operands),
         _contiguous((*q.shape[:-1], problem.head_dim_v)),
-        _contiguous(lse_shape(problem)),
+        _contiguous(problem.lse_shape),
         problem.accumulate_dtype,
     )
 
 
 def _contiguous(shape: tuple[int, ...]) -> Layout:
     return shape, torch.empty(shape, device="meta").stride()
-
-
-@contextlib.contextmanager
-def _environment(device: torch.device) -> Iterator[None]:
-    with _on(device), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -124,7 +118,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def _run(step: Callable[[AttentionProblem, Tensors], None], call: Prepared, tensors: Tensors) -> None:
     """Run one direction of a plan with its device current and autocast off."""
     if torch._C._is_any_autocast_enabled() or (call.gpu is not None and call.gpu != torch.cuda.current_device()):
-        with _environment(tensors.q.device):
+        with _on(call.device), torch.autocast(call.device.type, enabled=False):
             step(call.problem, tensors)
     else:
         step(call.problem, tensors)
@@ -212,12 +206,6 @@ def run_backward(
 
 def _zeros_like(operand: Any, problem: AttentionProblem) -> torch.Tensor:
     return torch.zeros(operand.shape, dtype=problem.accumulate_dtype, device=operand.device)
-
-
-def lse_shape(problem: AttentionProblem) -> tuple[int, ...]:
-    if problem.packed:
-        return (problem.num_heads_q, problem.total_q)
-    return (problem.batch, problem.num_heads_q, problem.seqlen_q)
 
 
 def _write_back(operands: Operands, tensors: Tensors) -> None:

@@ -1,7 +1,7 @@
 """Draw the GPU results: python -m benchmarks.plot [--grid training] [--folder docs/images]
 
 GRID-tflops.png     TFLOP/s against the sequence length, one panel for each head_dim, mask and direction
-GRID-speedup.png    speed relative to the first peer named by --baseline, likewise
+GRID-speedup.png    speed relative to --baseline, likewise
 memory.png          bytes beyond operands and results against the sequence length
 """
 
@@ -84,8 +84,9 @@ def draw(found: Mapping[str, Series], path: Path, title: str, label: str, *, log
         row[0].set_ylabel(label)
     for axis in axes[-1]:
         axis.set_xlabel("sequence length")
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=min(6, len(labels) or 1), frameon=False)
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}  # no panel need have them all
+    handles = [lines[name] for name in names]
+    figure.legend(handles, names, loc="lower center", ncol=min(6, len(names) or 1), frameon=False)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout(rect=(0, 0.03 + 0.02 / rows, 1, 0.98))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rates = panels(value, lambda result: result["tflops"])
         made.append(draw(rates, folder / f"{grid}-tflops.png", title_of(value), "TFLOP/s"))
         ratios = panels(value, lambda result: speedup(result, options.baseline))
-        if ratios:
+        if not ratios:
+            print(f"gpu-{grid}.json: no result of {options.baseline!r}, so no speed-up", file=sys.stderr)
+        else:
             name = f"{title_of(value)}; speed relative to {options.baseline}"
             made.append(draw(ratios, folder / f"{grid}-speedup.png", name, "times as fast"))
     for path in made:

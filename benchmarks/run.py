@@ -249,8 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                      only_memory=options.grid == "memory", seconds=options.time_limit,
                      show=lambda text: print(text, flush=True)):  # fmt: skip
         results.append(value)
-        write(options, device, contenders, found, first, None, results)
-    summary = write(options, device, contenders, found, first, timing.ceilings(device), results)["summary"]
+        write(options, device, found, first, None, results)
+    summary = write(options, device, found, first, timing.ceilings(device), results)["summary"]
     for row in summary:
         print(f"{row['backend']} / {row['peer']:<16} D {row['head_dim']:<4} {row['direction']:<8} {row['mask']:<7}"
               f"{row['geometric_mean']:6.3f}, at least {row['minimum']:.3f}, {row['shapes']} shapes")  # fmt: skip
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write(
-    options: argparse.Namespace, device: torch.device, contenders: Sequence[Contender], found: Sequence[Contender],
+    options: argparse.Namespace, device: torch.device, found: Sequence[Contender],
     before: Mapping[str, float], after: Mapping[str, float] | None, results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
     """The file, after every workload, so that a run that is cut short leaves what it has."""

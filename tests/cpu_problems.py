@@ -75,16 +75,14 @@ def extras(problem, tensors):
         tensors.dropout_seed = torch.tensor([SEED])
 
 
-def outputs(problem, tensors, zero_dbias=None):
+def outputs(problem, tensors):
     """The same operands with fresh outputs, all NaN where the backend must write."""
     real = problem.accumulate_dtype
-    rows = tensors.q.shape[:-1]
-    lse = (problem.num_heads_q, rows[0]) if problem.packed else (problem.batch, problem.num_heads_q, problem.seqlen_q)
     fresh = replace(
         tensors,
-        out=torch.full((*rows, problem.head_dim_v), NAN, dtype=problem.dtype),
-        lse=torch.full(lse, NAN, dtype=real),
-        stats=torch.full((2, *lse), NAN, dtype=real) if problem.needs_stats else None,
+        out=torch.full((*tensors.q.shape[:-1], problem.head_dim_v), NAN, dtype=problem.dtype),
+        lse=torch.full(problem.lse_shape, NAN, dtype=real),
+        stats=torch.full((2, *problem.lse_shape), NAN, dtype=real) if problem.needs_stats else None,
     )
     for name in ("q", "k", "v"):
         x = getattr(tensors, name)
@@ -107,10 +105,8 @@ def run(plan, problem, tensors, backward=True):
 
 
 def with_gradients(tensors, problem):
-    rows = tensors.q.shape[:-1]
-    tensors.dout = normal(*rows, problem.head_dim_v, dtype=problem.dtype)
-    lse = (problem.num_heads_q, rows[0]) if problem.packed else (problem.batch, problem.num_heads_q, problem.seqlen_q)
-    tensors.dlse = normal(*lse, dtype=problem.accumulate_dtype)
+    tensors.dout = normal(*tensors.q.shape[:-1], problem.head_dim_v, dtype=problem.dtype)
+    tensors.dlse = normal(*problem.lse_shape, dtype=problem.accumulate_dtype)
     return tensors
 
 

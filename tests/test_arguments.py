@@ -292,8 +292,7 @@ def test_wrong_kinds(change):
         attnlib.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_AB_082_zero_sizes(name):
+def test_AB_082_zero_sizes():
     for batch, seqlen_q, seqlen_k, heads in ((0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 2), (2, 3, 4, 0), (0, 0, 0, 0)):
         q = torch.randn(batch, seqlen_q, heads, 8, requires_grad=True)
         k, v = (torch.randn(batch, seqlen_k, heads, d, requires_grad=True) for d in (8, 6))

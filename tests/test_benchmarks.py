@@ -172,7 +172,7 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.gpu_table("gqa") == table.gpu_checks_table() == table.NOT_MEASURED
 
 
-def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks import plot
 
@@ -181,9 +181,22 @@ def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {path.name for path in (tmp_path / "images").iterdir()}
     assert names == {"training-tflops.png", "training-speedup.png", "memory.png"}
     assert plot.main(["--grid", "gqa", "--folder", str(tmp_path)]) == 1
+    assert "speed-up" not in capsys.readouterr().err
+    assert plot.main(["--grid", "training", "--folder", str(tmp_path), "--baseline", "nobody"]) == 0
+    assert "no result of 'nobody', so no speed-up" in capsys.readouterr().err
     rates = plot.panels({"results": [{"head_dim": 64, "causal": True, "direction": "forward", "seqlen": n,
                                       "tflops": {"a": n}} for n in (8, 4)]}, lambda r: r["tflops"])  # fmt: skip
     assert rates == {"D 64, causal, forward": {"a": [(4, 4), (8, 8)]}}
+
+
+def test_the_legend_names_what_the_first_panel_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    from benchmarks import plot
+
+    named: list[str] = []
+    monkeypatch.setattr(figures.Figure, "legend", lambda _, handles, labels, **__: named.extend(labels))
+    plot.draw({"x": {"a": [(1, 1.0)]}, "y": {"a": [(1, 1.0)], "b": [(1, 2.0)]}}, tmp_path / "a.png", "title", "unit")
+    assert named == ["a", "b"]
 
 
 def test_unknown_peer() -> None:

@@ -91,7 +91,7 @@ def test_explain_tells_what_was_asked_and_chosen(capsys: pytest.CaptureFixture[s
     assert "asked for by name" in out
 
 
-def test_explain_builds_the_problem_that_the_call_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_builds_the_problem_that_the_call_has() -> None:
     options = cli._parser().parse_args(["explain", *EVERYTHING])
     *operands, arguments = cli._operands(options)
     problem = attnlib.explain(*operands, backend="reference", device="cpu", **arguments).problem
@@ -243,6 +243,16 @@ def test_check_passes_its_options_on(
     else:
         assert f"{passed} PASSED, 1 REFUSED, {failed} FAILED" in out
         assert out.splitlines()[1:3] == ["  refused    2  mask: needs one", "  refused    1  bias: needs one"]
+
+
+def test_check_of_a_backend_that_cannot_run_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("check", "--backend", "cuda", "--report", str(tmp_path / "out.json"))
+    status, _, error = run(capsys, *options, "--device", "cpu")
+    assert status == 3
+    assert error.startswith("cuda cannot run here: device: needs cuda, got cpu")
+    if not torch.cuda.is_available():
+        assert run(capsys, *options)[0] == run(capsys, *options, "--device", "cuda")[0] == 3
+    assert not (tmp_path / "out.json").exists()
 
 
 def test_check_of_nothing_is_misuse(capsys: pytest.CaptureFixture[str]) -> None:

@@ -303,6 +303,14 @@ def test_refusal_reads_well():
     assert str(refusal) == "cupy: needs CuPy 14, got no CuPy (pip install attnlib[cupy])"
 
 
+def test_importing_does_not_load_the_compiler():
+    code = (
+        "import sys, torch; before = 'torch._dynamo' in sys.modules; import attnlib; q = torch.ones(1, 1, 1, 8);"
+        "attnlib.attention(q, q, q, backend='reference'); assert before or 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_a_backend_that_failed_to_answer_once_is_asked_again(register):
     class Flaky(Opaque):
         asked = 0

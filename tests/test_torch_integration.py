@@ -11,6 +11,7 @@ from toys import Opaque, Toy
 
 import attnlib
 from attnlib import dispatch, ops, registry, settings
+from attnlib.conformance.tiled import Tiled
 from attnlib.operands import Operands
 
 NAME = "opaque"
@@ -407,12 +408,13 @@ def test_AB_068_subclass_sees_the_operator():
 # --- what must raise ------------------------------------------------------------------------------------------------
 
 
-def test_second_derivative_raises_but_not_in_reference():
+@pytest.mark.parametrize("reference", ["reference", "Reference"])
+def test_second_derivative_raises_but_not_in_reference(reference):
     q, k, v = inputs(dtype=torch.float64)
     (dq,) = torch.autograd.grad(attend(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(attnlib.UnsupportedError, match="once"):
         dq.sum().backward()
-    (dq,) = torch.autograd.grad(attnlib.attention(q, k, v, backend="reference").square().sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(attnlib.attention(q, k, v, backend=reference).square().sum(), q, create_graph=True)
     dq.sum().backward()
     assert q.grad is not None and q.grad.abs().max() > 0
 
@@ -502,13 +504,14 @@ def test_negative_views_and_symbolic_zeros():
     assert not torch.autograd.grad(out, leaf, torch._efficientzerotensor(out.shape))[0].any()
 
 
-def test_append_bumps_the_version_of_a_cache():
+def test_append_bumps_the_version_of_a_cache(register):
+    register(Toy("toy"))  # writes nothing, so that no operator of torch does it
     k_cache, v_cache = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4)
     w = torch.ones(4, requires_grad=True)
     loss = (k_cache * w).sum()
     new, lens = torch.ones(1, 1, 1, 4), torch.tensor([0], dtype=torch.int32)
     with torch.no_grad():
-        attnlib.attention_kvcache(new, k_cache, v_cache, lens, k_new=new, v_new=new, backend=NAME)
+        attnlib.attention_kvcache(new, k_cache, v_cache, lens, k_new=new, v_new=new, backend="toy")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -516,9 +519,22 @@ def test_append_bumps_the_version_of_a_cache():
 def test_gradients_of_a_batch_of_cotangents():
     """torch.autograd.grad(is_grads_batched=True), which torch.autograd.functional's vectorize=True uses."""
     q, k, v = (torch.randn(2, 9, 2, 8, requires_grad=True) for _ in range(3))
-    out = attnlib.attention(q, k, v, causal=True, backend="cpu")
+    out = attend(q, k, v, causal=True)
     cotangents = torch.randn(3, *out.shape)
     batched = torch.autograd.grad(out, (q, k, v), cotangents, is_grads_batched=True, retain_graph=True)
     single = [torch.autograd.grad(out, (q, k, v), x, retain_graph=True) for x in cotangents]
     for grad, parts in zip(batched, zip(*single, strict=True), strict=True):
         torch.testing.assert_close(grad, torch.stack(parts))
+
+
+def test_vmap_folds_the_statistics_of_rows_too(register):
+    register(Tiled())  # whose backward reads them, as the reference's does not
+    q, k, v = (torch.randn(3, 2, 5, 4, 8) for _ in range(3))
+    slopes = torch.rand(4)
+
+    def loss(q, k, v):
+        return attnlib.attention(q, k, v, alibi_slopes=slopes, backend="tiled").square().sum()
+
+    grads = torch.func.grad(loss, (0, 1, 2))
+    for got, parts in zip(torch.func.vmap(grads)(q, k, v), zip(*map(grads, q, k, v)), strict=True):
+        torch.testing.assert_close(got, torch.stack(parts))

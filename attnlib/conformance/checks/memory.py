@@ -82,15 +82,10 @@ def canary(case: Case, subject: Subject) -> None:
         guards.append((name, whole))
         return whole[64 : 64 + size].fill_(start).view(tuple(shape))
 
-    lse_shape = (
-        (problem.num_heads_q, problem.total_q)
-        if problem.packed
-        else (problem.batch, problem.num_heads_q, problem.seqlen_q)
-    )
     tensors.out = output("out", (*tensors.q.shape[:-1], problem.head_dim_v), problem.dtype)
-    tensors.lse = output("lse", lse_shape, problem.accumulate_dtype)
+    tensors.lse = output("lse", problem.lse_shape, problem.accumulate_dtype)
     if problem.needs_stats:
-        tensors.stats = output("stats", (2, *lse_shape), problem.accumulate_dtype)
+        tensors.stats = output("stats", (2, *problem.lse_shape), problem.accumulate_dtype)
     _, plan = dispatch.plan_for(problem, subject.target, subject.name)
     plan.forward(problem, tensors)
     if problem.grads:
