@@ -36,7 +36,7 @@ GRADS = ("q", "k", "v")
 
 
 def problems() -> Iterator[tuple[str, AttentionProblem]]:
-    """A few that together reach every kernel, dtype and branch."""
+    """A few that together reach every kernel and dtype, but `page_gradient` and packed sequences."""
     sizes = dict(batch=2, seqlen_q=256, seqlen_k=256, num_heads_q=4, num_heads_kv=2)
     half, brain, single = torch.float16, torch.bfloat16, torch.float32
     yield (

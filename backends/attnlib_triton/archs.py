@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attnlib.backend import Refusal, RefusalCode, Target
 
@@ -77,10 +77,7 @@ def arch_of(target: Target) -> Arch:
     if target.resources is None:
         return found
     own = target.resources
-    return Arch(
-        found.name, found.kind, found.shared_bytes, own.multiprocessors, own.l2_bytes, own.warp_size, found.vgprs,
-        found.granule, found.waves,
-    )  # fmt: skip
+    return replace(found, multiprocessors=own.multiprocessors, l2_bytes=own.l2_bytes, warp_size=own.warp_size)
 
 
 def interpreted() -> bool:

@@ -7,7 +7,7 @@ are. `Launch` holds what the compiler is told beside.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -111,11 +111,10 @@ class RowsConfig(Features):
 
 @dataclass(frozen=True)
 class Launch:
-    """Warps a program has, stages of its pipeline, and further options of the compiler."""
+    """Warps a program has, and stages of its pipeline."""
 
     warps: int
     stages: int
-    options: tuple[tuple[str, Any], ...] = ()
 
 
 def chunks(dim: int) -> tuple[int, int]:
@@ -205,9 +204,8 @@ def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[_Shape]:
     if arch.kind == "interpreter":
         return [(min(size, 64), 128, 4, 1)]
     if size < 128:
-        warps = {16: 4, 32: 4, 64: 4}[size]
         keys = 32 if single or dim > 128 or arch.kind == "rdna" else 64
-        return [(size, n, warps, s) for n in (keys, 32) for s in ((1,) if arch.amd else (3, 2, 1))]
+        return [(size, n, 4, s) for n in (keys, 32) for s in ((1,) if arch.amd else (3, 2, 1))]
     if arch.kind == "rdna":
         if single:
             return [(32, 32, 8, 1)]
@@ -263,16 +261,11 @@ def shared_bytes(problem: AttentionProblem, arch: Arch, shape: _Shape, gradient:
         return 2 * n * width(problem.head_dim_v) * size + max(2 * m * n, 32 * (m + n)) * size
     row = (width(problem.head_dim) + width(problem.head_dim_v)) * size
     fixed = m * width(problem.head_dim) * size * (2 if problem.dtype == torch.float32 else 1)
-    bias = (
-        0 if problem.bias is None else max(1, stages - 1) * m * n * problem.bias.itemsize
-    )  # fetched ahead as keys are
+    # a bias is fetched ahead as keys are
+    bias = 0 if problem.bias is None else max(1, stages - 1) * m * n * problem.bias.itemsize
     if gradient:
         return max(m, n) * row + stages * min(m, n) * row + 2 * m * n * size + bias
     return fixed + bias + stages * n * row + (m * n * size if problem.dropout_threshold else 0)
-
-
-def _launch(arch: Arch, shape: _Shape) -> Launch:
-    return Launch(shape[2], shape[3])
 
 
 def _chosen(
@@ -307,7 +300,7 @@ def forward(
     packs = pack(problem) and problem.group <= found[0]
     common = features(problem, arch) | {"pack": packs, "block_m": found[0], "block_n": found[1]}
     config = ForwardConfig(**common, sinks=problem.sinks is not None, stats=problem.needs_stats)
-    return config, _launch(arch, found)
+    return config, Launch(*found[2:])
 
 
 def gradient(
@@ -316,7 +309,7 @@ def gradient(
     """The configuration of query_gradient, key_gradient or bias_gradient; what they store is decided by the plan."""
     found = _chosen(problem, arch, _gradient_shapes(problem, arch, kernel), shape, True)
     config = GradientConfig(**features(problem, arch), block_m=found[0], block_n=found[1])
-    return config, _launch(arch, found)
+    return config, Launch(*found[2:])
 
 
 def small(problem: AttentionProblem, arch: Arch, kernel: str, dlse: bool = False) -> tuple[RowsConfig, Launch]:
@@ -358,9 +351,3 @@ def sections(problem: AttentionProblem, arch: Arch) -> int:
     """Heads whose tiles run side by side: as many as keep their keys and values in a third of the cache."""
     each = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     return max(1, min(1 << 20, arch.l2_bytes // 3 // max(each, 1)) * problem.group)
-
-
-__all__ = [
-    "GRADIENTS", "Features", "ForwardConfig", "GradientConfig", "Launch", "RowsConfig", "chunks", "fields", "forward",
-    "gradient", "replace", "sections", "small", "splits", "width",
-]  # fmt: skip

@@ -26,7 +26,6 @@ _MODULES = {
     "forward": "forward", "combine": "forward", "append": "forward", "rows": "backward", "query_gradient": "backward",
     "key_gradient": "backward", "page_gradient": "backward", "bias_gradient": "backward", "sink_gradient": "backward",
 }  # fmt: skip
-_ELEMENT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 _OPERANDS = {"Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV", "K_NEW", "V_NEW"}
 _INTS = {"Q_LENS", "KV_LENS", "NEW_LENS", "CU_Q", "CU_K", "TABLE"}
 _BYTES = {"MASK", "BLOCKS"}
@@ -118,7 +117,6 @@ def compile(spec: Spec, arch: str) -> Any:
     options = {"num_warps": spec.launch.warps, "num_stages": spec.launch.stages}
     # in float32 s is rounded before m is subtracted from it, or the largest would not give exactly 1
     options["enable_fp_fusion"] = not spec.config.single
-    options |= dict(spec.launch.options)
     with _cache():
         return triton.compile(source, target=target, options=options)
 
@@ -171,8 +169,7 @@ def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mappin
             function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
         return
     kernel = _loaded(spec, arch, index)
-    values = {**values, "C": None}
-    ordered = [_address(values[name]) if _is_pointer(name) else values[name] for name in names]
+    ordered = [_address(values[name]) if _is_pointer(name) else values.get(name) for name in names]  # C: None
     try:
         kernel[(grid[0], grid[1], 1)](*ordered)
     except (RuntimeError, ValueError) as error:

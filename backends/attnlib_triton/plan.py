@@ -49,10 +49,13 @@ class TritonPlan:
         wanted = dict(shape or {})
         inner = {name: dict(wanted.pop(name, {})) for name in config.GRADIENTS}
         self._splits = wanted.pop("num_splits", None)
+        most = 1 if problem.needs_stats else 128  # parts leave no statistics for the backward of a bias
+        if self._splits is not None and not (isinstance(self._splits, int) and 1 <= self._splits <= most):
+            raise ValueError(f"num_splits: needs 1 to {most}, got {self._splits!r}")
         self._forward, self._launch = config.forward(problem, self._arch, wanted)
         self._gradients: dict[str, tuple[GradientConfig, Launch]] = {}
-        if problem.grads:
-            for name, own in inner.items():
+        for name, own in inner.items():
+            if problem.grads or own:
                 self._gradients[name] = config.gradient(problem, self._arch, name, own)
         self._element = _NAMES[problem.dtype]
 
@@ -86,7 +89,7 @@ class TritonPlan:
     # ------------------------------------------------------------ forward
 
     def forward(self, problem: AttentionProblem, t: Tensors) -> None:
-        call = _Call(problem, t)
+        call = _Call(problem, t, self._forward.natural)
         if t.k_new is not None and t.v_new is not None:
             self._append(problem, t, call)
         c = self._forward
@@ -129,7 +132,7 @@ class TritonPlan:
 
     def backward(self, problem: AttentionProblem, t: Tensors) -> None:
         assert t.dout is not None
-        call = _Call(problem, t)
+        call = _Call(problem, t, self._forward.natural)
         lines, dlse = t.lse.numel(), None if t.dlse is None else t.dlse.contiguous()
         figures = allocate((3 if self._forward.statistics else 2, lines), torch.float32, t.q.device)
         small, with_ = config.small(problem, self._arch, "rows", t.dlse is not None)
@@ -237,9 +240,12 @@ def _tiles(problem: AttentionProblem, per_tile: int, heads: int) -> tuple[int, i
 
 
 class _Call:
-    """What the kernels of one call share: arguments by name, and how operands lie in memory."""
+    """What the kernels of one call share: arguments by name, and how operands lie in memory.
 
-    def __init__(self, problem: AttentionProblem, t: Tensors) -> None:
+    natural: whether scores are, as in Features.
+    """
+
+    def __init__(self, problem: AttentionProblem, t: Tensors, natural: bool) -> None:
         paged = problem.page_size is not None
         operands = [x for x in (t.q, t.k, t.v, t.out, t.dout, t.dq, t.dk, t.dv, t.k_new, t.v_new) if x is not None]
         maps = [x for x in (t.bias, t.mask, t.block_mask, t.dbias) if x is not None]
@@ -248,12 +254,9 @@ class _Call:
         self.aligned = self.aligned and rows == 0
         self.small = all(_reach(x) < 1 << 31 for x in operands + maps)
         # offsets within a tile reach over 256 rows or columns
-        self.wide = any(stride >= 1 << 22 for x in operands + maps for stride in x.stride()) and any(
-            stride * 256 >= 1 << 31 for x in operands + maps for stride in x.stride()
-        )
+        self.wide = any(stride * 256 >= 1 << 31 for x in operands + maps for stride in x.stride())
         left, right = problem.window
         threshold = problem.dropout_threshold
-        natural = problem.bias is not None or problem.alibi or problem.dtype == torch.float32
         unit = 1.0 if natural else _LOG2E
         cap = problem.softcap
         capacity = problem.seqlen_k

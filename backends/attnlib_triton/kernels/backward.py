@@ -12,26 +12,33 @@ bias's own elements.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .tile import (
     LOG2E,
-    Extras,
     Lengths,
     Map,
     Place,
     Rows,
     Scalars,
     add_product,
+    added,
     any_block,
+    at_keys,
     bounded,
+    call_of,
     head_of,
+    inside,
     keeps,
-    key_rows,
+    key_range,
     load,
+    load_keys,
+    load_queries,
     only,
-    packed_tile,
+    own_tile,
     row_zero,
     rows_dot,
     scaled,
@@ -39,9 +46,17 @@ from .tile import (
     scores_dot,
     sequence,
     store,
-    unit_and_tile,
     zeros,
 )
+
+
+class Queries(NamedTuple):
+    """What is read of each query: q, dO, and `stride` apart what `rows` prepared."""
+
+    q: Rows
+    dout: Rows
+    rows: tl.tensor
+    stride: tl.tensor
 
 
 @triton.jit
@@ -53,12 +68,7 @@ def rows(
     """What the other kernels need of each query."""
     M: tl.constexpr = C.rows
     lengths = Lengths(Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0)
-    head, tile = unit_and_tile(tl.program_id(0), units, tiles, 1, False)
-    if C.packed:
-        index, tile = packed_tile(CU_Q, batch, total_q, tile, M)
-    else:
-        index = head // heads_q
-        head = head % heads_q
+    index, head, tile = own_tile(units, tiles, 1, heads_q, CU_Q, batch, total_q, M, C.packed, False)
     seq = sequence(lengths, Scalars(1.0, 0.0, left, 0, 0, 0.0), index, C)
     i = tile * M + tl.arange(0, M)
     if tile * M >= seq.rows:
@@ -93,23 +103,31 @@ def rows(
 
 
 @triton.jit
-def load_rows(ROWS, rows_all, at, ok, C: tl.constexpr):
-    """delta, what is subtracted from s, 1/l."""
-    delta = tl.load(ROWS + at, mask=ok, other=0.0)
-    m = tl.load(ROWS + rows_all + at, mask=ok, other=float("inf"))
+def _load(queries, at, seq, head, i0, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+    """A tile of queries: q and where it comes from, dO, (delta, what is subtracted from s, 1/l), rows or columns.
+
+    at: place of the head's query 0 in queries.rows.
+    """
+    q, q_rows = load_queries(queries.q, seq, head, i0, False, C)
+    dout, _ = load_queries(queries.dout, seq, head, i0, True, C)
+    ok = q_rows[2]
+    at += i0 + tl.arange(0, C.block_m)
+    delta = tl.load(queries.rows + at, mask=ok, other=0.0)
+    m = tl.load(queries.rows + queries.stride + at, mask=ok, other=float("inf"))
     inverse = m
     if C.statistics:
-        inverse = tl.load(ROWS + 2 * rows_all.to(tl.int64) + at, mask=ok, other=0.0)
-    return delta, m, inverse
+        inverse = tl.load(queries.rows + 2 * queries.stride.to(tl.int64) + at, mask=ok, other=0.0)
+    if TRANSPOSED:
+        return q, q_rows, dout, (delta[None, :], m[None, :], inverse[None, :])
+    else:
+        return q, q_rows, dout, (delta[:, None], m[:, None], inverse[:, None])
 
 
 @triton.jit
-def gradients(
-    x, dp, row, place, seq, extras, scalars, seed, EDGE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr
-):
-    """keep p, ds before the softcap, ds behind it, of one tile; x = q.k, dp = dO.v, row as from load_rows."""
-    delta, m, inverse = row
-    s, t = scores(x, place, seq, extras, scalars, EDGE, C)
+def _gradients(x, dp, figures, place, seq, call, EDGE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+    """keep p, ds before the softcap, ds behind it, of one tile; x = q.k, dp = dO.v, figures as from _load."""
+    delta, m, inverse = figures
+    s, t = scores(x, place, seq, call.extras, call.scalars, EDGE, C)
     if C.natural:
         p = tl.exp2((s - m) * LOG2E)
         if C.statistics:
@@ -118,11 +136,9 @@ def gradients(
         p = tl.exp2(s - m)
     kept = p
     if C.dropout:
-        keep = keeps(
-            seed, place.b, place.head0, place.i0, place.j0, scalars.threshold, C.block_m, C.block_n, TRANSPOSED
-        )
+        keep = keeps(call.seed, place, call.scalars.threshold, C.block_m, C.block_n, TRANSPOSED)
         kept = tl.where(keep, p, 0.0)
-        dp = tl.where(keep, dp * scalars.keep_scale, 0.0)
+        dp = tl.where(keep, dp * call.scalars.keep_scale, 0.0)
     ds = p * (dp - delta)
     bent = ds
     if C.softcap:
@@ -130,118 +146,75 @@ def gradients(
     return kept, ds, bent
 
 
+@triton.jit
+def _of_keys(q, q_rows, dout, figures, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
+    """The keys of a tile, and ds before and behind the softcap."""
+    k, k_rows = load_keys(call, seq, kv_head, place.j0, False, EDGE, C)
+    v, _ = load_keys(call, seq, kv_head, place.j0, True, EDGE, C)
+    x = scores_dot(q, q_rows, k, k_rows, C.block_m, C.block_n, C)
+    _, ds, bent = _gradients(x, rows_dot(dout, v, C), figures, place, seq, call, EDGE, False, C)
+    return k, ds, bent
+
+
 # --- queries ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _over_keys(
-    dq, q, q_rows, dout, row, K, V, DBIAS, kv_head, table, table_row, page_size, start, stop, place, seq, extras,
-    scalars, seed, EDGE: tl.constexpr, C: tl.constexpr,
+    dq, q, q_rows, dout, figures, kv_head, dbias, start, stop, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    N: tl.constexpr = C.block_n
-    key = tl.arange(0, N)
-    for j0 in tl.range(start, stop, N):
-        j = j0 + key
-        here = Place(place.b, place.head, place.head0, place.i, j[None, :], place.i0, j0)
-        wanted = True
-        if C.blocks:
-            wanted = any_block(extras, here, seq, C)
-        if wanted:
-            ok = (j >= seq.lo) & (j < seq.kv_len)
-            ptr, offsets = key_rows(K, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
-            k = load(ptr, offsets, ok, False, EDGE, C)
-            k_rows = (ptr, offsets, ok)
-            ptr, offsets = key_rows(V, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
-            v = load(ptr, offsets, ok, True, EDGE, C)
-            x = scores_dot(q, q_rows, k, k_rows, C.block_m, N, C)
-            dp = rows_dot(dout, v, C)
-            _, ds, bent = gradients(x, dp, row, here, seq, extras, scalars, seed, EDGE, False, C)
+    for j0 in tl.range(start, stop, C.block_n):
+        here = at_keys(place, j0, C)
+        if not C.blocks or any_block(call.extras, here, seq, C):
+            k, ds, bent = _of_keys(q, q_rows, dout, figures, kv_head, here, seq, call, EDGE, C)
             if C.bias_store:
-                first = DBIAS.ptr + place.b.to(tl.int64) * DBIAS.b + place.head0.to(tl.int64) * DBIAS.h
-                first += tl.cast(place.i0, tl.int64) * DBIAS.i + tl.cast(j0, tl.int64) * DBIAS.j
-                offsets = (place.i - place.i0) * DBIAS.i + key[None, :] * DBIAS.j
-                inside = (place.i < tl.minimum(seq.q_len, extras.rows)) & (
-                    here.j < tl.minimum(seq.kv_len, extras.columns)
-                )
-                tl.store(first + offsets, ds, mask=inside)
+                first = dbias.ptr + place.b.to(tl.int64) * dbias.b + place.head0.to(tl.int64) * dbias.h
+                first += tl.cast(place.i0, tl.int64) * dbias.i + tl.cast(j0, tl.int64) * dbias.j
+                offsets = (place.i - place.i0) * dbias.i + (here.j - j0) * dbias.j
+                tl.store(first + offsets, ds, mask=inside(here, seq, call.extras))
             dq = add_product(bent, k, dq, C)
     return dq
 
 
 @triton.jit
 def query_gradient(
-    Q, K, V, DOUT, DQ, DBIAS, ROWS,
-    BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED,
-    q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dq_b, dq_i, dq_h,
-    dbias_b, dbias_h, dbias_i, dbias_j,
-    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j,
-    blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row,
-    given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns,
-    left, right, page_size, block_q, block_k, threshold, units, tiles, section, rows_all,
-    factor, cap, keep_scale, scale,
+    Q, K, V, DOUT, DQ, DBIAS, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b,
+    q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dq_b, dq_i, dq_h, dbias_b, dbias_h, dbias_i, dbias_j,
+    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b,
+    alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns, left, right,
+    page_size, block_q, block_k, threshold, units, tiles, section, rows_all, factor, cap, keep_scale, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """dq, and dbias where no two pairs share an element of it."""
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
-    lengths = Lengths(Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0)
-    extras = Extras(
-        Map(BIAS, bias_b, bias_h, bias_i, bias_j), Map(MASK, mask_b, mask_h, mask_i, mask_j),
-        Map(BLOCKS, blocks_b, blocks_h, blocks_i, blocks_j), Map(ALIBI, alibi_b, alibi_h, 0, 0),
-        block_q, block_k, seqlen_q, columns,
+    index, head, tile = own_tile(units, tiles, section, heads_q, CU_Q, batch, total_q, M, C.packed, C.right)
+    call = call_of(
+        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
+        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
+        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0, columns, left, right,
+        page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
     )  # fmt: skip
-    scalars = Scalars(factor, cap, left, right, threshold, keep_scale)
-    head, tile = unit_and_tile(tl.program_id(0), units, tiles, section, C.right)
-    if C.packed:
-        index, tile = packed_tile(CU_Q, batch, total_q, tile, M)
-    else:
-        index = head // heads_q
-        head = head % heads_q
-    seq = sequence(lengths, scalars, index, C)
+    seq = sequence(call.lengths, call.scalars, index, C)
     i0 = tile * M
     if i0 >= seq.rows:
         return
     row = tl.arange(0, M)
     i = i0 + row
-    ok = i < seq.q_len
-    last = tl.minimum(i0 + M, seq.q_len) - 1
-    stop = seq.kv_len
-    whole = seq.kv_len
-    start = 0
-    if C.right:
-        stop = bounded(last + seq.shift + right + 1, 0, stop)
-        whole = bounded(i0 + seq.shift + right + 1, 0, whole)
-    if C.left:
-        start = bounded(i0 + seq.shift - left, 0, stop) // N * N
-    if i0 >= seq.q_len:
-        stop = start
-    begin = seq.q_row + tl.cast(i0, tl.int64)
-    q_rows = (head_of(Rows(Q, q_b, q_i, q_h), seq, head) + begin * q_i, row * q_i, ok)
-    q = load(q_rows[0], q_rows[1], ok, False, True, C)
-    dout = load(head_of(Rows(DOUT, do_b, do_i, do_h), seq, head) + begin * do_i, row * do_i, ok, True, True, C)
-    delta, m, inverse = load_rows(ROWS, rows_all, row_zero(lengths, seq, head, heads_q, C) + i, ok, C)
-    figures = (delta[:, None], m[:, None], inverse[:, None])
-    seed = 0
-    if C.dropout:
-        seed = tl.load(SEED)
+    start, stop, whole = key_range(i0, M, seq, call.scalars, C)
+    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), ROWS, rows_all)
+    at = row_zero(call.lengths, seq, head, heads_q, C)
+    q, q_rows, dout, figures = _load(queries, at, seq, head, i0, False, C)
     place = Place(index, head, head, i[:, None], row[None, :], i0, 0)
-    keys = Rows(K, k_b, k_i, k_h)
-    values = Rows(V, v_b, v_i, v_h)
-    target = Map(DBIAS, dbias_b, dbias_h, dbias_i, dbias_j)
+    dbias = Map(DBIAS, dbias_b, dbias_h, dbias_i, dbias_j)
     dq = zeros(M, False, C)
     middle = start
     if C.phases:
         middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
-        dq = _over_keys(
-            dq, q, q_rows, dout, figures, keys, values, target, head // group, TABLE, table_row, page_size, start,
-            middle, place, seq, extras, scalars, seed, False, C,
-        )  # fmt: skip
-    dq = _over_keys(
-        dq, q, q_rows, dout, figures, keys, values, target, head // group, TABLE, table_row, page_size, middle, stop,
-        place, seq, extras, scalars, seed, True, C,
-    )  # fmt: skip
+        dq = _over_keys(dq, q, q_rows, dout, figures, head // group, dbias, start, middle, place, seq, call, False, C)
+    dq = _over_keys(dq, q, q_rows, dout, figures, head // group, dbias, middle, stop, place, seq, call, True, C)
     if C.query:
-        ptr = head_of(Rows(DQ, dq_b, dq_i, dq_h), seq, head) + begin * dq_i
+        ptr = head_of(Rows(DQ, dq_b, dq_i, dq_h), seq, head) + (seq.q_row + tl.cast(i0, tl.int64)) * dq_i
         store(ptr, row * dq_i, i < seq.rows, scaled(dq, scale), False, C)
 
 
@@ -250,28 +223,17 @@ def query_gradient(
 
 @triton.jit
 def _over_queries(
-    dk, dv, k, k_rows, v, Q, DOUT, ROWS, rows_all, at, start, stop, place, seq, extras, scalars, seed,
-    EDGE: tl.constexpr, C: tl.constexpr,
+    dk, dv, k, k_rows, v, queries, at, start, stop, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     M: tl.constexpr = C.block_m
-    row = tl.arange(0, M)
     for i0 in tl.range(start, stop, M):
-        i = i0 + row
+        i = i0 + tl.arange(0, M)
         here = Place(place.b, place.head, place.head0, i[None, :], place.j, i0, place.j0)
-        wanted = True
-        if C.blocks:
-            wanted = any_block(extras, here, seq, C)
-        if wanted:
-            ok = i < seq.q_len
-            begin = seq.q_row + tl.cast(i0, tl.int64)
-            q_rows = (head_of(Q, seq, place.head) + begin * Q.i, row * Q.i, ok)
-            q = load(q_rows[0], q_rows[1], ok, False, True, C)
-            dout = load(head_of(DOUT, seq, place.head) + begin * DOUT.i, row * DOUT.i, ok, True, True, C)
-            delta, m, inverse = load_rows(ROWS, rows_all, at + i, ok, C)
+        if not C.blocks or any_block(call.extras, here, seq, C):
+            q, q_rows, dout, figures = _load(queries, at, seq, place.head, i0, True, C)
             x = scores_dot(k, k_rows, q, q_rows, C.block_n, M, C)
             dp = rows_dot(v, dout, C)
-            figures = (delta[None, :], m[None, :], inverse[None, :])
-            kept, _, bent = gradients(x, dp, figures, here, seq, extras, scalars, seed, EDGE, True, C)
+            kept, _, bent = _gradients(x, dp, figures, here, seq, call, EDGE, True, C)
             dv = add_product(kept, dout, dv, C)
             dk = add_product(bent, q, dk, C)
     return dk, dv
@@ -279,34 +241,26 @@ def _over_queries(
 
 @triton.jit
 def key_gradient(
-    Q, K, V, DOUT, DK, DV, ROWS,
-    BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED,
-    q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dk_b, dk_i, dk_h, dv_b, dv_i, dv_h,
-    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j,
-    blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row,
-    given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns,
-    left, right, page_size, block_q, block_k, threshold, units, tiles, section, rows_all,
-    factor, cap, keep_scale, scale,
+    Q, K, V, DOUT, DK, DV, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b,
+    q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dk_b, dk_i, dk_h, dv_b, dv_i, dv_h, bias_b, bias_h,
+    bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h,
+    table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns, left, right, page_size,
+    block_q, block_k, threshold, units, tiles, section, rows_all, factor, cap, keep_scale, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys. Of pages: into one row a token of each sequence, which `page_gradient` sums."""
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
-    lengths = Lengths(Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0)
-    extras = Extras(
-        Map(BIAS, bias_b, bias_h, bias_i, bias_j), Map(MASK, mask_b, mask_h, mask_i, mask_j),
-        Map(BLOCKS, blocks_b, blocks_h, blocks_i, blocks_j), Map(ALIBI, alibi_b, alibi_h, 0, 0),
-        block_q, block_k, seqlen_q, columns,
+    index, kv_head, tile = own_tile(
+        units, tiles, section, heads_q // group, CU_K, batch, total_k, N, C.packed and not C.paged, False
+    )
+    call = call_of(
+        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
+        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
+        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0, columns, left, right,
+        page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
     )  # fmt: skip
-    scalars = Scalars(factor, cap, left, right, threshold, keep_scale)
-    kv_head, tile = unit_and_tile(tl.program_id(0), units, tiles, section, False)
-    if C.packed and not C.paged:
-        index, tile = packed_tile(CU_K, batch, total_k, tile, N)
-    else:
-        heads = heads_q // group
-        index = kv_head // heads
-        kv_head = kv_head % heads
-    seq = sequence(lengths, scalars, index, C)
+    seq = sequence(call.lengths, call.scalars, index, C)
     j0 = tile * N
     if j0 >= seq.keys:
         return
@@ -315,68 +269,42 @@ def key_gradient(
     end = tl.minimum(j0 + N, seq.kv_len)  # one past the last key that is there
     stop = seq.q_len
     start = 0
-    full = 0  # from here on every query sees all of these keys
     if C.right:
         start = bounded(j0 - seq.shift - right, 0, stop) // M * M
-        full = bounded(end - 1 - seq.shift - right, start, stop)
-        full = tl.cdiv(full, M) * M
+    full = start  # from here on every query sees all of these keys
     if C.left:
         stop = bounded(end - seq.shift + left, start, stop)
     if j0 >= seq.kv_len:
         stop = start
-    full = tl.minimum(full, stop)
+    if C.right:
+        full = tl.minimum(tl.cdiv(bounded(end - 1 - seq.shift - right, start, stop), M) * M, stop)
+    if not C.phases:
+        full = stop
 
-    ok = (j >= seq.lo) & (j < seq.kv_len)
-    ptr, offsets = key_rows(Rows(K, k_b, k_i, k_h), seq, kv_head, TABLE, table_row, page_size, j0, N, True, C)
-    k = load(ptr, offsets, ok, False, True, C)
-    k_rows = (ptr, offsets, ok)
-    ptr, offsets = key_rows(Rows(V, v_b, v_i, v_h), seq, kv_head, TABLE, table_row, page_size, j0, N, True, C)
-    v = load(ptr, offsets, ok, True, True, C)
-    seed = 0
-    if C.dropout:
-        seed = tl.load(SEED)
-    queries = Rows(Q, q_b, q_i, q_h)
-    douts = Rows(DOUT, do_b, do_i, do_h)
+    k, k_rows = load_keys(call, seq, kv_head, j0, False, True, C)
+    v, _ = load_keys(call, seq, kv_head, j0, True, True, C)
+    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), ROWS, rows_all)
     dk = zeros(N, False, C)
     dv = zeros(N, True, C)
     for g in tl.range(0, group):
         head = kv_head * group + g
-        at = row_zero(lengths, seq, head, heads_q, C)
+        at = row_zero(call.lengths, seq, head, heads_q, C)
         place = Place(index, head, head, key[None, :], j[:, None], 0, j0)
+        if C.right or not C.phases:
+            dk, dv = _over_queries(dk, dv, k, k_rows, v, queries, at, start, full, place, seq, call, True, C)
         if C.phases:
-            if C.right:
-                dk, dv = _over_queries(
-                    dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, start, full, place, seq, extras, scalars,
-                    seed, True, C,
-                )  # fmt: skip
-                dk, dv = _over_queries(
-                    dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, full, stop, place, seq, extras, scalars,
-                    seed, False, C,
-                )  # fmt: skip
-            else:
-                dk, dv = _over_queries(
-                    dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, start, stop, place, seq, extras, scalars,
-                    seed, False, C,
-                )  # fmt: skip
-        else:
-            dk, dv = _over_queries(
-                dk, dv, k, k_rows, v, queries, douts, ROWS, rows_all, at, start, stop, place, seq, extras, scalars,
-                seed, True, C,
-            )  # fmt: skip
+            dk, dv = _over_queries(dk, dv, k, k_rows, v, queries, at, full, stop, place, seq, call, False, C)
     dk = only(dk, j < seq.kv_len)  # a tile that every query sees is not tested for the end of the keys
     dv = only(dv, j < seq.kv_len)
     owned = j < seq.keys
-    if C.paged:
-        dk_row = tl.cast(j0, tl.int64)
-    else:
-        dk_row = seq.k_row + tl.cast(j0, tl.int64)
+    first = seq.k_row + tl.cast(j0, tl.int64)  # k_row is 0 where there are pages
     if C.keys:
-        ptr = head_of(Rows(DK, dk_b, dk_i, dk_h), seq, kv_head) + dk_row * dk_i
+        ptr = head_of(Rows(DK, dk_b, dk_i, dk_h), seq, kv_head) + first * dk_i
         store(ptr, key * dk_i, owned, scaled(dk, scale), False, C)
     if C.values:
         if C.dropout:
             dv = scaled(dv, keep_scale)
-        ptr = head_of(Rows(DV, dv_b, dv_i, dv_h), seq, kv_head) + dk_row * dv_i
+        ptr = head_of(Rows(DV, dv_b, dv_i, dv_h), seq, kv_head) + first * dv_i
         store(ptr, key * dv_i, owned, dv, True, C)
 
 
@@ -408,11 +336,7 @@ def page_gradient(
                 j = here * page_size + token
                 ok = (token < page_size) & (j < length)
                 ptr = SOURCE + tl.cast(b, tl.int64) * s_b + head * s_h
-                x = load(ptr, j.to(tl.int64) * s_i, ok, True, True, C)
-                if len(x) == 1:
-                    acc = (acc[0] + x[0],)
-                else:
-                    acc = (acc[0] + x[0], acc[1] + x[1])
+                acc = added(acc, load(ptr, j.to(tl.int64) * s_i, ok, True, True, C))
     ptr = TARGET + page.to(tl.int64) * t_b + head * t_h
     store(ptr, token * t_i, token < page_size, acc, True, C)
 
@@ -422,15 +346,11 @@ def page_gradient(
 
 @triton.jit
 def bias_gradient(
-    Q, K, V, DOUT, PARTIAL, ROWS,
-    BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED,
-    q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h,
-    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j,
-    blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row,
-    given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns,
-    left, right, page_size, block_q, block_k, threshold, rows_all,
-    size_b, size_h, size_i, size_j, tiles_i, tiles_j, elements,
-    factor, cap, keep_scale,
+    Q, K, V, DOUT, PARTIAL, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b,
+    q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i,
+    mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k,
+    total_q, total_k, heads_q, group, columns, left, right, page_size, block_q, block_k, threshold, rows_all, size_b,
+    size_h, size_i, size_j, tiles_i, tiles_j, elements, factor, cap, keep_scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """dbias of a bias that several pairs share: a program sums over the pairs of a tile of its elements.
@@ -441,13 +361,15 @@ def bias_gradient(
     """
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
-    lengths = Lengths(Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0)
-    extras = Extras(
-        Map(BIAS, bias_b, bias_h, bias_i, bias_j), Map(MASK, mask_b, mask_h, mask_i, mask_j),
-        Map(BLOCKS, blocks_b, blocks_h, blocks_i, blocks_j), Map(ALIBI, alibi_b, alibi_h, 0, 0),
-        block_q, block_k, seqlen_q, columns,
+    row = tl.arange(0, M)
+    key = tl.arange(0, N)
+    call = call_of(
+        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
+        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
+        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0, columns, left, right,
+        page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
     )  # fmt: skip
-    scalars = Scalars(factor, cap, left, right, threshold, keep_scale)
+    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), ROWS, rows_all)
     own_i = tl.where(size_i == 1, 1, tiles_i)
     own_j = tl.where(size_j == 1, 1, tiles_j)
     pid = tl.program_id(0)
@@ -461,18 +383,13 @@ def bias_gradient(
     other_h = heads_q // size_h
     other_b = batch // size_b
     pairs = other_b * other_h * other_i * other_j
-    row = tl.arange(0, M)
-    key = tl.arange(0, N)
-    seed = 0
-    if C.dropout:
-        seed = tl.load(SEED)
     acc = tl.zeros((M, N), tl.float32)
     for pair in tl.range(tl.program_id(1), pairs, tl.num_programs(1)):
         j0 = tl.where(size_j == 1, pair % other_j, my_j) * N
         i0 = tl.where(size_i == 1, pair // other_j % other_i, my_i) * M
         head = tl.where(size_h == 1, pair // (other_j * other_i) % other_h, my_h)
         index = tl.where(size_b == 1, pair // (other_j * other_i * other_h), my_b)
-        seq = sequence(lengths, scalars, index, C)
+        seq = sequence(call.lengths, call.scalars, index, C)
         i = i0 + row
         j = j0 + key
         here = Place(index, head, head, i[:, None], j[None, :], i0, j0)
@@ -483,27 +400,11 @@ def bias_gradient(
             wanted = wanted & (j0 + N > i0 + seq.shift - left)
         if C.blocks:
             if wanted:
-                wanted = any_block(extras, here, seq, C)
+                wanted = any_block(call.extras, here, seq, C)
         if wanted:
-            ok = i < seq.q_len
-            ok_j = (j >= seq.lo) & (j < seq.kv_len)
-            begin = seq.q_row + tl.cast(i0, tl.int64)
-            ptr = head_of(Rows(Q, q_b, q_i, q_h), seq, head) + begin * q_i
-            q = load(ptr, row * q_i, ok, False, True, C)
-            q_rows = (ptr, row * q_i, ok)
-            ptr = head_of(Rows(DOUT, do_b, do_i, do_h), seq, head) + begin * do_i
-            dout = load(ptr, row * do_i, ok, True, True, C)
-            kv = head // group
-            ptr, offsets = key_rows(Rows(K, k_b, k_i, k_h), seq, kv, TABLE, table_row, page_size, j0, N, True, C)
-            k = load(ptr, offsets, ok_j, False, True, C)
-            k_rows = (ptr, offsets, ok_j)
-            ptr, offsets = key_rows(Rows(V, v_b, v_i, v_h), seq, kv, TABLE, table_row, page_size, j0, N, True, C)
-            v = load(ptr, offsets, ok_j, True, True, C)
-            delta, m, inverse = load_rows(ROWS, rows_all, row_zero(lengths, seq, head, heads_q, C) + i, ok, C)
-            figures = (delta[:, None], m[:, None], inverse[:, None])
-            x = scores_dot(q, q_rows, k, k_rows, M, N, C)
-            dp = rows_dot(dout, v, C)
-            _, ds, _ = gradients(x, dp, figures, here, seq, extras, scalars, seed, True, False, C)
+            at = row_zero(call.lengths, seq, head, heads_q, C)
+            q, q_rows, dout, figures = _load(queries, at, seq, head, i0, False, C)
+            _, ds, _ = _of_keys(q, q_rows, dout, figures, head // group, here, seq, call, True, C)
             acc += ds
     i = my_i * M + row
     j = my_j * N + key

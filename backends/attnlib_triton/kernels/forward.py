@@ -16,47 +16,47 @@ import triton.language as tl
 from .tile import (
     LN2,
     LOG2E,
-    Extras,
-    Lengths,
-    Map,
     Place,
     Rows,
-    Scalars,
     add_product,
+    added,
     any_block,
-    bounded,
+    at_keys,
+    call_of,
     flipped,
     head_of,
     keeps,
-    key_rows,
+    key_range,
     load,
+    load_keys,
     only,
-    packed_tile,
+    own_tile,
     row_zero,
     scaled,
     scores,
     scores_dot,
     sequence,
     store,
-    unit_and_tile,
     zeros,
 )
 
 
 @triton.jit
-def _take(state, q, q_rows, k, k_rows, v, place, seq, extras, scalars, seed, EDGE: tl.constexpr, C: tl.constexpr):
+def _take(state, q, q_rows, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
     """One tile of keys into (acc, m, l)."""
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
     acc, m, total = state
+    k, k_rows = load_keys(call, seq, kv_head, place.j0, False, EDGE, C)
+    v, _ = load_keys(call, seq, kv_head, place.j0, True, EDGE, C)
     x = scores_dot(q, q_rows, k, k_rows, M, N, C)
     if C.raw and not EDGE:
-        highest = tl.maximum(m, tl.max(x, 1) * scalars.factor)
+        highest = tl.maximum(m, tl.max(x, 1) * call.scalars.factor)
         finite = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(x * scalars.factor - finite[:, None])
+        p = tl.exp2(x * call.scalars.factor - finite[:, None])
         correction = tl.exp2(m - finite)
     else:
-        s, _ = scores(x, place, seq, extras, scalars, EDGE, C)
+        s, _ = scores(x, place, seq, call.extras, call.scalars, EDGE, C)
         highest = tl.maximum(m, tl.max(s, 1))
         finite = tl.where(highest == float("-inf"), 0.0, highest)
         if C.natural:
@@ -67,72 +67,47 @@ def _take(state, q, q_rows, k, k_rows, v, place, seq, extras, scalars, seed, EDG
             correction = tl.exp2(m - finite)
     total = total * correction + tl.sum(p, 1)
     if C.dropout:
-        kept = keeps(seed, place.b, place.head0, place.i0, place.j0, scalars.threshold, M, N, False)
+        kept = keeps(call.seed, place, call.scalars.threshold, M, N, False)
         p = tl.where(kept, p, 0.0)
     return add_product(p, v, scaled(acc, correction[:, None]), C), highest, total
 
 
 @triton.jit
-def _attend(
-    state, q, q_rows, K, V, kv_head, table, table_row, page_size, start, stop, place, seq, extras, scalars, seed,
-    EDGE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def _attend(state, q, q_rows, kv_head, start, stop, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
     """Every tile of keys from start (a multiple of block_n) on."""
-    N: tl.constexpr = C.block_n
-    key = tl.arange(0, N)
-    for j0 in tl.range(start, stop, N):
-        j = j0 + key
-        here = Place(place.b, place.head, place.head0, place.i, j[None, :], place.i0, j0)
-        wanted = True
-        if C.blocks:
-            wanted = any_block(extras, here, seq, C)
-        if wanted:
-            ok = (j >= seq.lo) & (j < seq.kv_len)
-            ptr, offsets = key_rows(K, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
-            k = load(ptr, offsets, ok, False, EDGE, C)
-            k_rows = (ptr, offsets, ok)
-            ptr, offsets = key_rows(V, seq, kv_head, table, table_row, page_size, j0, N, EDGE, C)
-            v = load(ptr, offsets, ok, True, EDGE, C)
-            state = _take(state, q, q_rows, k, k_rows, v, here, seq, extras, scalars, seed, EDGE, C)
+    for j0 in tl.range(start, stop, C.block_n):
+        here = at_keys(place, j0, C)
+        if not C.blocks or any_block(call.extras, here, seq, C):
+            state = _take(state, q, q_rows, kv_head, here, seq, call, EDGE, C)
     return state
 
 
 @triton.jit
 def forward(
-    Q, K, V, OUT, LSE, STATS, SINKS, PARTIAL, PARTIAL_ROWS,
-    BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED,
-    q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h,
-    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j,
-    blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row,
-    given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens, heads_q, group, columns,
-    left, right, page_size, block_q, block_k, threshold, units, tiles, section, rows_all,
-    factor, cap, keep_scale,
+    Q, K, V, OUT, LSE, STATS, SINKS, PARTIAL, PARTIAL_ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q,
+    CU_K, TABLE, SEED, q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h,
+    mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q,
+    seqlen_k, total_q, total_k, new_tokens, heads_q, group, columns, left, right, page_size, block_q, block_k,
+    threshold, units, tiles, section, rows_all, factor, cap, keep_scale,
     C: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = C.block_m
     N: tl.constexpr = C.block_n
-    lengths = Lengths(
-        Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens
-    )
-    extras = Extras(
-        Map(BIAS, bias_b, bias_h, bias_i, bias_j), Map(MASK, mask_b, mask_h, mask_i, mask_j),
-        Map(BLOCKS, blocks_b, blocks_h, blocks_i, blocks_j), Map(ALIBI, alibi_b, alibi_h, 0, 0),
-        block_q, block_k, seqlen_q, columns,
-    )  # fmt: skip
-    scalars = Scalars(factor, cap, left, right, threshold, keep_scale)
     per_tile = M
-    per_unit = group
+    unit_heads = heads_q
     if C.pack:  # a tile holds all heads of a group
         per_tile = M // group
-        per_unit = 1
-    unit, tile = unit_and_tile(tl.program_id(0), units, tiles, section, C.right)
-    if C.packed:
-        index, tile = packed_tile(CU_Q, batch, total_q, tile, M if not C.pack else per_tile)
-    else:
-        heads = heads_q // group * per_unit
-        index = unit // heads
-        unit = unit % heads
-    seq = sequence(lengths, scalars, index, C)
+        unit_heads = heads_q // group
+    call = call_of(
+        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
+        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
+        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens, columns, left,
+        right, page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
+    )  # fmt: skip
+    index, unit, tile = own_tile(
+        units, tiles, section, unit_heads, CU_Q, batch, total_q, per_tile if C.pack else M, C.packed, C.right
+    )
+    seq = sequence(call.lengths, call.scalars, index, C)
     i0 = tile * per_tile
     if i0 >= seq.rows:
         return
@@ -152,18 +127,7 @@ def forward(
         ok = i < seq.q_len
         owned = i < seq.rows
 
-    # the keys that these queries may see, and those of them that all see
-    last = tl.minimum(i0 + per_tile, seq.q_len) - 1
-    stop = seq.kv_len
-    whole = seq.kv_len
-    start = 0
-    if C.right:
-        stop = bounded(last + seq.shift + right + 1, 0, stop)
-        whole = bounded(i0 + seq.shift + right + 1, 0, whole)
-    if C.left:
-        start = bounded(i0 + seq.shift - left, 0, stop) // N * N
-    if i0 >= seq.q_len:
-        stop = start
+    start, stop, whole = key_range(i0, per_tile, seq, call.scalars, C)
     if C.split:
         parts = tl.num_programs(1)
         part = tl.program_id(1)
@@ -186,32 +150,21 @@ def forward(
         m = tl.where(ok, sink, float("-inf"))
         total = tl.where(m == float("-inf"), 0.0, 1.0)
     state = (zeros(M, True, C), m, total)
-    seed = 0
-    if C.dropout:
-        seed = tl.load(SEED)
     place = Place(index, head, head0, i[:, None], row[None, :], i0, 0)
     if C.pack:
         place = Place(index, head[:, None], head0, i[:, None], row[None, :], i0, 0)
-    keys = Rows(K, k_b, k_i, k_h)
-    values = Rows(V, v_b, v_i, v_h)
     middle = start
     if C.phases:
         middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
-        state = _attend(
-            state, q, q_rows, keys, values, kv_head, TABLE, table_row, page_size, start, middle, place, seq, extras,
-            scalars, seed, False, C,
-        )  # fmt: skip
-    state = _attend(
-        state, q, q_rows, keys, values, kv_head, TABLE, table_row, page_size, middle, stop, place, seq, extras,
-        scalars, seed, True, C,
-    )  # fmt: skip
+        state = _attend(state, q, q_rows, kv_head, start, middle, place, seq, call, False, C)
+    state = _attend(state, q, q_rows, kv_head, middle, stop, place, seq, call, True, C)
     acc, m, total = state
     m = tl.where(ok, m, float("-inf"))
     total = tl.where(ok, total, 0.0)
     acc = only(acc, ok)
     if C.dropout:
         acc = scaled(acc, keep_scale)
-    at = row_zero(lengths, seq, head, heads_q, C) + i
+    at = row_zero(call.lengths, seq, head, heads_q, C) + i
     if C.split:
         total = tl.where(seq.valid, tl.where(ok, total, -1.0), float("nan"))
         at += part.to(tl.int64) * rows_all
@@ -271,18 +224,20 @@ def combine(
         weight = tl.exp2((m_part - finite) * (LOG2E / unit))
         total = total * before + tl.where(padding, 0.0, l_part) * weight
         x = load(PARTIAL, place * C.head_dim_v, ok & (weight != 0.0), True, True, C)
-        acc = scaled(acc, before[:, None])
-        x = scaled(x, weight[:, None])
-        if len(x) == 1:
-            acc = (acc[0] + x[0],)
-        else:
-            acc = (acc[0] + x[0], acc[1] + x[1])
+        acc = added(scaled(acc, before[:, None]), scaled(x, weight[:, None]))
         m = highest
     empty = total == 0.0
     lse = tl.where(empty, float("-inf"), m * (LOG2E / unit * LN2) + tl.log(tl.where(empty, 1.0, total)))
     tl.store(LSE + at, lse, mask=ok)
     out = scaled(acc, (1.0 / tl.where(empty, 1.0, total))[:, None])
     store(OUT, (where * heads_q + head) * C.head_dim_v, ok, out, True, C)
+
+
+@triton.jit
+def _copy(new, old, index, page, head, token, j, ok, VALUES: tl.constexpr, C: tl.constexpr):
+    """Rows `token` of a sequence to rows j of a page."""
+    x = load(new.ptr + index.to(tl.int64) * new.b + head * new.h, token * new.i, ok, VALUES, True, C)
+    store(old.ptr + head * old.h, page * old.b + j * old.i, ok, x, VALUES, C)
 
 
 @triton.jit
@@ -308,11 +263,5 @@ def append(
         j = j % page_size
     else:
         page = index.to(tl.int64)
-    old = Rows(K, k_b, k_i, k_h)
-    new = Rows(K_NEW, kn_b, kn_i, kn_h)
-    x = load(new.ptr + index.to(tl.int64) * new.b + head * new.h, token * new.i, ok, False, True, C)
-    store(old.ptr + head * old.h, page * old.b + j * old.i, ok, x, False, C)
-    old = Rows(V, v_b, v_i, v_h)
-    new = Rows(V_NEW, vn_b, vn_i, vn_h)
-    x = load(new.ptr + index.to(tl.int64) * new.b + head * new.h, token * new.i, ok, True, True, C)
-    store(old.ptr + head * old.h, page * old.b + j * old.i, ok, x, True, C)
+    _copy(Rows(K_NEW, kn_b, kn_i, kn_h), Rows(K, k_b, k_i, k_h), index, page, head, token, j, ok, False, C)
+    _copy(Rows(V_NEW, vn_b, vn_i, vn_h), Rows(V, v_b, v_i, v_h), index, page, head, token, j, ok, True, C)

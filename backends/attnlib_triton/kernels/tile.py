@@ -98,6 +98,20 @@ class Scalars(NamedTuple):
     keep_scale: tl.tensor
 
 
+class Call(NamedTuple):
+    """What the tiles of a call have in common."""
+
+    k: Rows
+    v: Rows
+    table: tl.tensor
+    table_row: tl.tensor
+    page_size: tl.tensor
+    lengths: Lengths
+    extras: Extras
+    scalars: Scalars
+    seed: tl.tensor
+
+
 class Place(NamedTuple):
     """A tile of scores: queries i and keys j, shaped to broadcast against each other, from i0 and j0 on.
 
@@ -113,6 +127,31 @@ class Place(NamedTuple):
     j0: tl.tensor
 
 
+@triton.jit
+def call_of(
+    K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i, v_h,
+    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b,
+    alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens, columns, left, right,
+    page_size, block_q, block_k, threshold, factor, cap, keep_scale, C: tl.constexpr,
+):  # fmt: skip
+    """The arguments that the kernels for tiles of scores share, put in order."""
+    lengths = Lengths(
+        Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens
+    )
+    extras = Extras(
+        Map(BIAS, bias_b, bias_h, bias_i, bias_j), Map(MASK, mask_b, mask_h, mask_i, mask_j),
+        Map(BLOCKS, blocks_b, blocks_h, blocks_i, blocks_j), Map(ALIBI, alibi_b, alibi_h, 0, 0),
+        block_q, block_k, seqlen_q, columns,
+    )  # fmt: skip
+    scalars = Scalars(factor, cap, left, right, threshold, keep_scale)
+    seed = 0
+    if C.dropout:
+        seed = tl.load(SEED)
+    k = Rows(K, k_b, k_i, k_h)
+    v = Rows(V, v_b, v_i, v_h)
+    return Call(k, v, TABLE, table_row, page_size, lengths, extras, scalars, seed)
+
+
 # --- where tokens lie -------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +161,7 @@ def bounded(x, low, high):
 
 
 @triton.jit
-def unit_and_tile(pid, units, tiles, section, REVERSED: tl.constexpr):
+def _unit_and_tile(pid, units, tiles, section, REVERSED: tl.constexpr):
     """Programs go through the tiles of `section` units side by side, the longest first."""
     each = tiles * section
     first = pid // each * section
@@ -135,7 +174,7 @@ def unit_and_tile(pid, units, tiles, section, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def packed_tile(cu, batch, total, tile, ROWS: tl.constexpr):
+def _packed_tile(cu, batch, total, tile, ROWS: tl.constexpr):
     """The sequence that tile number `tile` serves, and the tile's number within it.
 
     Sequence b starts at tile cu[b] // ROWS + b, which never overlaps; what follows the last one is number `batch`.
@@ -149,6 +188,19 @@ def packed_tile(cu, batch, total, tile, ROWS: tl.constexpr):
         else:
             high = middle - 1
     return low, tile - (bounded(tl.load(cu + low), 0, total) // ROWS + low)
+
+
+@triton.jit
+def own_tile(
+    units, tiles, section, heads, cu, batch, total, ROWS: tl.constexpr, PACKED: tl.constexpr, REVERSED: tl.constexpr
+):
+    """Sequence, head and tile that this program works on. ROWS: a tile's rows."""
+    unit, tile = _unit_and_tile(tl.program_id(0), units, tiles, section, REVERSED)
+    if PACKED:
+        index, tile = _packed_tile(cu, batch, total, tile, ROWS)
+        return index, unit, tile
+    else:
+        return unit // heads, unit % heads, tile
 
 
 @triton.jit
@@ -214,6 +266,23 @@ def head_of(rows, seq, head):
     return rows.ptr + seq.index.to(tl.int64) * rows.b + head.to(tl.int64) * rows.h
 
 
+@triton.jit
+def key_range(i0, count, seq, scalars, C: tl.constexpr):
+    """The keys [start, stop) that queries [i0, i0 + count) may see, start at a tile's; up to `whole` all see them."""
+    last = tl.minimum(i0 + count, seq.q_len) - 1
+    stop = seq.kv_len
+    whole = seq.kv_len
+    start = 0
+    if C.right:
+        stop = bounded(last + seq.shift + scalars.right + 1, 0, stop)
+        whole = bounded(i0 + seq.shift + scalars.right + 1, 0, whole)
+    if C.left:
+        start = bounded(i0 + seq.shift - scalars.left, 0, stop) // C.block_n * C.block_n
+    if i0 >= seq.q_len:
+        stop = start
+    return start, stop, whole
+
+
 # --- moving tiles -----------------------------------------------------------------------------------------------------
 
 
@@ -235,18 +304,14 @@ def _load_chunk(ptr, offsets, ok, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM:
 @triton.jit
 def load(ptr, offsets, ok, VALUES: tl.constexpr, EDGE: tl.constexpr, C: tl.constexpr):
     """Rows (of values, or of queries and keys) at ptr + offsets as chunks; EDGE: zeros, not read, where not ok."""
-    if VALUES:
-        first = _load_chunk(ptr, offsets, ok, 0, C.v_first, C.head_dim_v, EDGE)
-        if C.v_rest == 0:
-            return (first,)
-        else:
-            return (first, _load_chunk(ptr, offsets, ok, C.v_first, C.v_rest, C.head_dim_v, EDGE))
+    FIRST: tl.constexpr = C.v_first if VALUES else C.k_first
+    REST: tl.constexpr = C.v_rest if VALUES else C.k_rest
+    DIM: tl.constexpr = C.head_dim_v if VALUES else C.head_dim
+    first = _load_chunk(ptr, offsets, ok, 0, FIRST, DIM, EDGE)
+    if REST == 0:
+        return (first,)
     else:
-        first = _load_chunk(ptr, offsets, ok, 0, C.k_first, C.head_dim, EDGE)
-        if C.k_rest == 0:
-            return (first,)
-        else:
-            return (first, _load_chunk(ptr, offsets, ok, C.k_first, C.k_rest, C.head_dim, EDGE))
+        return (first, _load_chunk(ptr, offsets, ok, FIRST, REST, DIM, EDGE))
 
 
 @triton.jit
@@ -274,31 +339,23 @@ def _store_chunk(ptr, offsets, ok, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, 
 @triton.jit
 def store(ptr, offsets, ok, x, VALUES: tl.constexpr, C: tl.constexpr):
     """Chunks to rows at ptr + offsets, where ok."""
-    if VALUES:
-        _store_chunk(ptr, offsets, ok, x[0], 0, C.v_first, C.head_dim_v, C)
-        if C.v_rest > 0:
-            _store_chunk(ptr, offsets, ok, x[1], C.v_first, C.v_rest, C.head_dim_v, C)
-    else:
-        _store_chunk(ptr, offsets, ok, x[0], 0, C.k_first, C.head_dim, C)
-        if C.k_rest > 0:
-            _store_chunk(ptr, offsets, ok, x[1], C.k_first, C.k_rest, C.head_dim, C)
+    FIRST: tl.constexpr = C.v_first if VALUES else C.k_first
+    REST: tl.constexpr = C.v_rest if VALUES else C.k_rest
+    DIM: tl.constexpr = C.head_dim_v if VALUES else C.head_dim
+    _store_chunk(ptr, offsets, ok, x[0], 0, FIRST, DIM, C)
+    if REST > 0:
+        _store_chunk(ptr, offsets, ok, x[1], FIRST, REST, DIM, C)
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr):
+def zeros(ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
+    FIRST: tl.constexpr = C.v_first if VALUES else C.k_first
+    REST: tl.constexpr = C.v_rest if VALUES else C.k_rest
     first = tl.zeros((ROWS, FIRST), tl.float32)
     if REST == 0:
         return (first,)
     else:
         return (first, tl.zeros((ROWS, REST), tl.float32))
-
-
-@triton.jit
-def zeros(ROWS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr):
-    if VALUES:
-        return _zeros(ROWS, C.v_first, C.v_rest)
-    else:
-        return _zeros(ROWS, C.k_first, C.k_rest)
 
 
 @triton.jit
@@ -308,6 +365,15 @@ def scaled(x, by):
         return (x[0] * by,)
     else:
         return (x[0] * by, x[1] * by)
+
+
+@triton.jit
+def added(x, y):
+    """The sum of chunks."""
+    if len(x) == 1:
+        return (x[0] + y[0],)
+    else:
+        return (x[0] + y[0], x[1] + y[1])
 
 
 @triton.jit
@@ -329,17 +395,34 @@ def flipped(x, C: tl.constexpr):
 
 
 @triton.jit
-def key_rows(rows, seq, head, table, table_row, page_size, j0, N: tl.constexpr, EDGE: tl.constexpr, C: tl.constexpr):
-    """Keys [j0, j0 + N) of a sequence: an address, and offsets from it."""
-    key = tl.arange(0, N)
-    if C.paged:
-        j = j0 + key
-        ok = (j >= seq.lo) & (j < seq.kv_len)
-        page = tl.load(table + seq.index.to(tl.int64) * table_row + j // page_size, mask=ok, other=0)
-        return rows.ptr + head.to(tl.int64) * rows.h, page.to(tl.int64) * rows.b + j % page_size * rows.i
+def load_keys(call, seq, head, j0, VALUES: tl.constexpr, EDGE: tl.constexpr, C: tl.constexpr):
+    """A tile of keys, or of values, from j0 on: chunks, and where they come from (see scores_dot)."""
+    if VALUES:
+        rows = call.v
     else:
-        first = seq.k_row + tl.cast(j0, tl.int64)
-        return head_of(rows, seq, head) + first * rows.i, key * rows.i
+        rows = call.k
+    key = tl.arange(0, C.block_n)
+    j = j0 + key
+    ok = (j >= seq.lo) & (j < seq.kv_len)
+    if C.paged:
+        at = call.table + seq.index.to(tl.int64) * call.table_row + j // call.page_size
+        page = tl.load(at, mask=ok, other=0)
+        ptr = rows.ptr + head.to(tl.int64) * rows.h
+        offsets = page.to(tl.int64) * rows.b + j % call.page_size * rows.i
+    else:
+        ptr = head_of(rows, seq, head) + (seq.k_row + tl.cast(j0, tl.int64)) * rows.i
+        offsets = key * rows.i
+    return load(ptr, offsets, ok, VALUES, EDGE, C), (ptr, offsets, ok)
+
+
+@triton.jit
+def load_queries(rows, seq, head, i0, VALUES: tl.constexpr, C: tl.constexpr):
+    """As load_keys, of an operand laid out like the queries; VALUES: its rows are as wide as those of values."""
+    row = tl.arange(0, C.block_m)
+    ok = i0 + row < seq.q_len
+    ptr = head_of(rows, seq, head) + (seq.q_row + tl.cast(i0, tl.int64)) * rows.i
+    offsets = row * rows.i
+    return load(ptr, offsets, ok, VALUES, True, C), (ptr, offsets, ok)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -411,7 +494,7 @@ def add_product(weights, x, acc, C: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
+def _tanh(x):
     """tanh to 2^-21: an odd polynomial near zero, 1 - 2 / (1 + exp(2x)) elsewhere."""
     a = tl.abs(x)
     y = x * x
@@ -420,6 +503,19 @@ def tanh(x):
     far = 1.0 - 2.0 / (1.0 + tl.exp2(a * (2 * LOG2E)))
     far = tl.where(x < 0, -far, far)
     return tl.where(a < 0.4, near, far)
+
+
+@triton.jit
+def at_keys(place, j0, C: tl.constexpr):
+    """The same queries by the tile of keys from j0 on."""
+    j = j0 + tl.arange(0, C.block_n)
+    return Place(place.b, place.head, place.head0, place.i, j[None, :], place.i0, j0)
+
+
+@triton.jit
+def inside(place, seq, extras):
+    """Which pairs of a tile bias and mask have elements for."""
+    return (place.i < tl.minimum(seq.q_len, extras.rows)) & (place.j < tl.minimum(seq.kv_len, extras.columns))
 
 
 @triton.jit
@@ -433,15 +529,15 @@ def _address(operand, place, C: tl.constexpr):
 
 
 @triton.jit
-def _look_up(operand, place, inside, C: tl.constexpr):
+def _look_up(operand, place, ok, C: tl.constexpr):
     first, offsets = _address(operand, place, C)
     first += tl.cast(place.i0, tl.int64) * operand.i + tl.cast(place.j0, tl.int64) * operand.j
     offsets = offsets + (place.i - place.i0) * operand.i + (place.j - place.j0) * operand.j
-    return tl.load(first + offsets, mask=inside, other=0)
+    return tl.load(first + offsets, mask=ok, other=0)
 
 
 @triton.jit
-def block_rows(extras, place, inside, C: tl.constexpr):
+def _block_rows(extras, place, ok, C: tl.constexpr):
     """The block mask of a tile, element by element."""
     first, offsets = _address(extras.blocks, place, C)
     i0 = place.i0 // extras.block_q
@@ -449,11 +545,11 @@ def block_rows(extras, place, inside, C: tl.constexpr):
     first += tl.cast(i0, tl.int64) * extras.blocks.i + tl.cast(j0, tl.int64) * extras.blocks.j
     rows = (place.i // extras.block_q - i0) * extras.blocks.i
     offsets = offsets + rows + (place.j // extras.block_k - j0) * extras.blocks.j
-    return tl.load(first + offsets, mask=inside, other=0) != 0
+    return tl.load(first + offsets, mask=ok, other=0) != 0
 
 
 @triton.jit
-def visible(place, seq, scalars, C: tl.constexpr):
+def _visible(place, seq, scalars, C: tl.constexpr):
     """Which pairs of a tile are visible by length and window."""
     seen = place.j < seq.kv_len
     if C.left or C.right:
@@ -466,10 +562,10 @@ def visible(place, seq, scalars, C: tl.constexpr):
 
 
 @triton.jit
-def bend(x, scalars, C: tl.constexpr):
+def _bend(x, scalars, C: tl.constexpr):
     """q . k scaled and capped, and tanh of the softcap (anything without one)."""
     if C.softcap:
-        t = tanh(x * scalars.factor)
+        t = _tanh(x * scalars.factor)
         return t * scalars.cap, t
     else:
         return x * scalars.factor, x
@@ -477,30 +573,29 @@ def bend(x, scalars, C: tl.constexpr):
 
 @triton.jit
 def scores(x, place, seq, extras, scalars, EDGE: tl.constexpr, C: tl.constexpr):
-    """From q . k to s, -inf where hidden, and what `bend` says."""
-    s, t = bend(x, scalars, C)
+    """From q . k to s, -inf where hidden, and what `_bend` says."""
+    s, t = _bend(x, scalars, C)
     if C.alibi:
         slope, offsets = _address(extras.alibi, place, C)
         distance = tl.abs((place.i + seq.shift - place.j).to(tl.float32))
         s -= tl.load(slope + offsets) * distance
     if C.bias or C.mask or C.blocks:
-        inside = (place.i < tl.minimum(seq.q_len, extras.rows)) & (place.j < tl.minimum(seq.kv_len, extras.columns))
+        ok = inside(place, seq, extras)
         if C.bias:
-            s += _look_up(extras.bias, place, inside, C).to(tl.float32)
+            s += _look_up(extras.bias, place, ok, C).to(tl.float32)
         if C.mask:
-            s = tl.where(_look_up(extras.mask, place, inside, C) != 0, s, float("-inf"))
+            s = tl.where(_look_up(extras.mask, place, ok, C) != 0, s, float("-inf"))
         if C.blocks:
-            s = tl.where(block_rows(extras, place, inside, C), s, float("-inf"))
+            s = tl.where(_block_rows(extras, place, ok, C), s, float("-inf"))
     if EDGE:
-        s = tl.where(visible(place, seq, scalars, C), s, float("-inf"))
+        s = tl.where(_visible(place, seq, scalars, C), s, float("-inf"))
     return s, t
 
 
 @triton.jit
 def any_block(extras, place, seq, C: tl.constexpr):
     """Whether the block mask shows anything of a tile."""
-    inside = (place.i < tl.minimum(seq.q_len, extras.rows)) & (place.j < tl.minimum(seq.kv_len, extras.columns))
-    shown = block_rows(extras, place, inside, C)
+    shown = _block_rows(extras, place, inside(place, seq, extras), C)
     return tl.max(tl.max(shown.to(tl.int32), 1), 0) != 0
 
 
@@ -527,17 +622,15 @@ def _philox(c0, c1, c2, c3, seed):
 
 
 @triton.jit
-def keeps(
-    seed, b, head, i0, j0, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr
-):  # fmt: skip
-    """Which of M queries from i0 (a multiple of 16) by N keys from j0 (of 32) are kept, [M, N] or transposed.
+def keeps(seed, place, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Which of M queries from place.i0 (a multiple of 16) by N keys from j0 (of 32) are kept, [M, N] or transposed.
 
     A call of Philox serves rows {i, i+8} and columns {j, j+8, j+16, j+24}, so M/2 by N/4 calls serve the tile; their
     eight numbers each are then put where they belong.
     """
-    row = (i0 // 16 * 8 + tl.arange(0, M // 2)).to(tl.uint32)[:, None]
-    column = (j0 // 32 * 8 + tl.arange(0, N // 4)).to(tl.uint32)[None, :]
-    w0, w1, w2, w3 = _philox(column, row, tl.cast(head, tl.uint32), tl.cast(b, tl.uint32), seed)
+    row = (place.i0 // 16 * 8 + tl.arange(0, M // 2)).to(tl.uint32)[:, None]
+    column = (place.j0 // 32 * 8 + tl.arange(0, N // 4)).to(tl.uint32)[None, :]
+    w0, w1, w2, w3 = _philox(column, row, tl.cast(place.head0, tl.uint32), tl.cast(place.b, tl.uint32), seed)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [M/2, N/4, 2, 2]: word 2 p + q
     low = (words & 0xFFFF).to(tl.int32) >= threshold
     high = (words >> 16).to(tl.int32) >= threshold
