@@ -45,7 +45,7 @@ def target(arch: str) -> Target:
 
 
 def test_params_mirror_the_struct():
-    text = sources.read("cuda/simt.cuh")
+    text = sources.read("cuda/params_simt.cuh")
     assert text is not None
     body = text[text.index("struct SimtParams {") : text.index("};", text.index("struct SimtParams {"))]
     kinds = {"uint64_t": "Q", "int64_t": "q", "double": "d", "int32_t": "i"}
@@ -92,7 +92,15 @@ def test_size_classes_are_few():
 
 @pytest.mark.parametrize(
     "wanted",
-    [{"rows": 3}, {"lanes": 4}, {"block_q": 64}, {"fault": "no such"}, {"rows": 8, "lanes": 8, "tile_columns": 128}],
+    [
+        {"rows": 3},
+        {"rows": True},
+        {"num_splits": True},
+        {"lanes": 4},
+        {"block_q": 64},
+        {"fault": "no such"},
+        {"rows": 8, "lanes": 8, "tile_columns": 128},
+    ],
 )
 def test_a_config_that_does_not_fit_is_refused(wanted: dict[str, object]):
     from attnlib.errors import UnsupportedError

@@ -51,10 +51,8 @@ class CupyBackend(BackendBase):
             config.tile(problem, target, False)
             if problem.grads:
                 config.tile(problem, target, True)
-        except ValueError as error:
-            what, _, rest = str(error).partition(": needs ")
-            needs, _, got = rest.partition(", got ")
-            return (Refusal(RefusalCode.CONFIG, what, f"at least {needs}", got),)
+        except config.TooLarge as error:
+            return (Refusal(RefusalCode.CONFIG, "shared memory", f"at least {error.needs} bytes", f"{error.limit}"),)
         return ()
 
     def size_class(self, problem: AttentionProblem, family: str, target: Target) -> Hashable:

@@ -1,7 +1,7 @@
 """From a problem and the shared memory of a device to kernel configurations: pure functions, no GPU touched.
 
-Each field becomes a member of `struct Config` of csrc/cuda/simt.cuh. Compile-time are dtypes, head dimensions (rounded
-up), the shape of a tile, and whether scores are more than q . k; everything else is decided at run time.
+Each field becomes a member of `struct Config` in front of the kernels (source.py). Compile-time are dtypes, head
+dimensions (rounded up), the shape of a tile, and whether scores are more than q . k; the rest is decided at run time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Shape(Rows):
-    """A tile kernel: see `Tile` in csrc/cuda/simt.cuh. `slice` is numbers in one of the two buffers."""
+    """A tile kernel: see `Tile` in csrc/cuda/tile_simt.cuh. `slice` is numbers in one of the two buffers."""
 
     full: bool
     head_dim: int
@@ -74,6 +74,14 @@ class Shape(Rows):
             row += self.head_dim_v + width
         found = 4 * THREADS if backward and self.paged else 0
         return (self.tile_rows * row + 2 * self.slice) * self.number_bytes + found
+
+
+class TooLarge(ValueError):
+    """A tile needs more bytes of shared memory than a block may have."""
+
+    def __init__(self, needs: int, limit: int) -> None:
+        super().__init__(f"shared memory: needs {needs} bytes, got {limit}")
+        self.needs, self.limit = needs, limit
 
 
 def _up(value: int, step: int) -> int:
@@ -153,15 +161,14 @@ def _step(shape: Mapping[str, int], wide: int, width: int) -> int:
 def tile(
     problem: AttentionProblem, target: Target, backward: bool, fault: str = "", wanted: Mapping[str, Any] | None = None
 ) -> Shape:
-    """The first shape that fits. wanted overrides fields; ValueError if the result does not fit."""
+    """The first shape that fits. wanted overrides fields; ValueError or TooLarge if the result does not fit."""
     limit, common = shared_limit(target), features(problem, fault)
     width = 2 if problem.dtype == torch.float64 else 4
     needs = 0
     for choice in _shapes(problem, backward):
-        plain = (
-            not backward and not common["full"]
-        )  # what else a score takes is registers and code, never another tile:
-        blocks, unroll = 3 if plain and choice in _LIGHT else 2, 2 if plain else 1  # lse has the same bits with dropout
+        # What else a score takes is registers and code, never another tile: lse has the same bits with dropout.
+        plain = not backward and not common["full"]
+        blocks, unroll = 3 if plain and choice in _LIGHT else 2, 2 if plain else 1
         shape = {"blocks": blocks, "unroll": unroll} | choice | dict(wanted or {})
         held = shape["rows"] * shape["tile_columns"] // shape["lanes"]
         if held > 64 or shape["tile_columns"] < shape["lanes"]:
@@ -175,7 +182,7 @@ def tile(
         needs = found.shared_bytes(backward)
         if needs <= limit:
             return found
-    raise ValueError(f"shared memory: needs {needs} bytes, got {limit}")
+    raise TooLarge(needs, limit)
 
 
 def check_override(name: str, value: Any) -> None:
@@ -184,7 +191,7 @@ def check_override(name: str, value: Any) -> None:
                "blocks": (1, 2, 3, 4), "unroll": (1, 2, 4, 8)}  # fmt: skip
     if name not in allowed:
         raise ValueError(f"config: needs {', '.join(allowed)}, num_splits or fault, got {name!r}")
-    if value not in allowed[name]:
+    if type(value) is not int or value not in allowed[name]:
         raise ValueError(f"{name}: needs one of {', '.join(map(str, allowed[name]))}, got {value!r}")
 
 
@@ -197,14 +204,23 @@ def splits(problem: AttentionProblem, target: Target, shape: Shape) -> int:
     """Parts that the keys are cut into, so that a short query list still fills the device."""
     if target.resources is None or problem.seqlen_q > 128:
         return 1
-    units = problem.num_heads_q * (1 if problem.packed else problem.batch)
-    blocks = max(1, units * query_tiles(problem, shape))
+    tiles, units = query_grid(problem, shape)
+    blocks = max(1, tiles * units)
     slots = 2 * target.resources.multiprocessors
     return max(1, min(slots // blocks, problem.seqlen_k // (2 * shape.tile_columns), 64))
 
 
-def query_tiles(problem: AttentionProblem, shape: Shape) -> int:
-    """Tiles of queries of one head: of a sequence or, packed, of all."""
+def query_grid(problem: AttentionProblem, shape: Shape) -> tuple[int, int]:
+    """Tiles of queries, and what each is computed for: heads of a sequence or, packed, heads."""
     if problem.packed:
-        return problem.total_q // shape.tile_rows + problem.batch + 1
-    return -(-problem.seqlen_q // shape.tile_rows)
+        return problem.total_q // shape.tile_rows + problem.batch + 1, problem.num_heads_q
+    return -(-problem.seqlen_q // shape.tile_rows), problem.num_heads_q * problem.batch
+
+
+def key_grid(problem: AttentionProblem, pages: int, shape: Shape) -> tuple[int, int]:
+    """The same for keys; pages: of the cache, where there are any."""
+    if problem.page_size is not None:
+        return pages * -(-problem.page_size // shape.tile_rows), problem.num_heads_kv
+    if problem.packed:
+        return problem.total_k // shape.tile_rows + problem.batch + 1, problem.num_heads_kv
+    return -(-problem.seqlen_k // shape.tile_rows), problem.num_heads_kv * problem.batch

@@ -14,6 +14,7 @@ import torch
 
 from attnlib.errors import KernelError
 
+from .config import THREADS
 from .params import PARAMS
 from .source import Kernel, text
 
@@ -41,8 +42,6 @@ def launch(kernel: Kernel, device: torch.device, blocks: int, params: bytes, sha
         with cupy.cuda.Device(index):
             function = _loaded.get((kernel, index, shared_bytes)) or _load(cupy, kernel, index, shared_bytes)
             arguments = np.frombuffer(params, _params_dtype())
-            from .config import THREADS
-
             function((blocks,), (THREADS,), (arguments,), shared_mem=shared_bytes, stream=stream)
     except Exception as error:  # CuPy's own classes, which need CuPy to be named
         raise KernelError(f"{kernel.entry}: CuPy: {type(error).__name__}: {error}", kernel=kernel.entry) from error

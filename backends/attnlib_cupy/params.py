@@ -1,4 +1,4 @@
-"""The parameter struct of the SIMT kernels: the mirror of `SimtParams` in csrc/cuda/simt.cuh."""
+"""The parameter struct of the SIMT kernels: the mirror of `SimtParams` in csrc/cuda/params_simt.cuh."""
 
 from __future__ import annotations
 

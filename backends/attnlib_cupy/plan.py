@@ -46,7 +46,7 @@ class CupyPlan:
         if fault not in config.FAULTS:
             raise ValueError(f"fault: needs one of {', '.join(config.FAULTS[1:])}, got {fault!r}")
         self._splits = wanted.pop("num_splits", None)
-        if self._splits is not None and not (isinstance(self._splits, int) and 1 <= self._splits <= 256):
+        if self._splits is not None and (type(self._splits) is not int or not 1 <= self._splits <= 256):
             raise ValueError(f"num_splits: needs 1 to 256, got {self._splits!r}")
         for name, value in wanted.items():
             config.check_override(name, value)
@@ -128,7 +128,7 @@ class CupyPlan:
         if t.k_new is not None:
             self._launch("append", self._rows, t, problem.batch * t.k_new.shape[1], values)
         splits = self._splits or config.splits(problem, self._target, shape)
-        tiles, units = self._query_grid(problem, shape)
+        tiles, units = config.query_grid(problem, shape)
         values |= {"tiles": tiles, "units": units, "splits": splits}
         if splits > 1:
             size, number = (splits, t.lse.numel()), problem.accumulate_dtype
@@ -138,20 +138,6 @@ class CupyPlan:
         self._launch("forward", shape, t, tiles * units * splits, values, shape.shared_bytes(False))
         if splits > 1:
             self._launch("combine", self._rows, t, -(-t.lse.numel() // (config.THREADS // 32)), values)
-
-    @staticmethod
-    def _query_grid(problem: AttentionProblem, shape: config.Shape) -> tuple[int, int]:
-        """Tiles of queries, and what each is computed for."""
-        return config.query_tiles(problem, shape), problem.num_heads_q * (1 if problem.packed else problem.batch)
-
-    @staticmethod
-    def _key_grid(problem: AttentionProblem, t: Tensors, shape: config.Shape) -> tuple[int, int]:
-        """The same for keys."""
-        if problem.page_size is not None:
-            return t.k.shape[0] * -(-problem.page_size // shape.tile_rows), problem.num_heads_kv
-        if problem.packed:
-            return problem.total_k // shape.tile_rows + problem.batch + 1, problem.num_heads_kv
-        return -(-problem.seqlen_k // shape.tile_rows), problem.num_heads_kv * problem.batch
 
     def backward(self, problem: AttentionProblem, t: Tensors) -> None:
         shape, packed = self._backward, problem.packed
@@ -167,10 +153,10 @@ class CupyPlan:
         shared = shape.shared_bytes(True)
         self._launch("delta", self._rows, t, -(-t.lse.numel() // (config.THREADS // 32)), values)
         if t.dq is not None:
-            tiles, units = self._query_grid(problem, shape)
+            tiles, units = config.query_grid(problem, shape)
             self._launch("query", shape, t, tiles * units, values | {"tiles": tiles, "units": units}, shared)
         if t.dk is not None or t.dv is not None:
-            tiles, units = self._key_grid(problem, t, shape)
+            tiles, units = config.key_grid(problem, t.k.shape[0], shape)
             self._launch("key", shape, t, tiles * units, values | {"tiles": tiles, "units": units}, shared)
         if t.dbias is not None:
             values |= _strides("dbias", t.dbias, False, "bhij")

@@ -83,7 +83,7 @@ def text(kernel: Kernel, hip: bool = False) -> str:
             *(f"    {line}" for line in _members(kernel)),
             "};",
             _joined(KERNELS[kernel.name]),
-            f'static_assert(sizeof(attnlib::SimtParams) == {params.PARAMS.size}, "params.py and simt.cuh differ");',
+            f'static_assert(sizeof(attnlib::SimtParams) == {params.PARAMS.size}, "params.py differs");',
             f"{attributes} {kernel.entry}(const attnlib::SimtParams params) {{",
             "    alignas(16) extern __shared__ unsigned char shared[];",
             f"    attnlib::{kernel.entry}_kernel<Config>(params, shared);",

@@ -1,4 +1,4 @@
-// Backward without tensor cores or atomics: every sum has one owner and one order. See simt.cuh for the tiles.
+// Backward without tensor cores or atomics: every sum has one owner and one order. See tile_simt.cuh for the tiles.
 //
 //   delta:   per row what P needs (base, 1 / l) and delta = dO . out - dlse
 //   query:   one block a tile of queries:  dS = P (keep(dO V^T) - delta), dQ = scale dS K
@@ -9,7 +9,8 @@
 // P = exp(S - base) / l with base = m where the forward kept (m, l), else base = lse and l = 1.
 #pragma once
 
-#include "simt.cuh"
+#include "product_simt.cuh"
+#include "score_simt.cuh"
 
 namespace attnlib {
 
@@ -28,6 +29,26 @@ struct Rows {
     }
 };
 
+// The same of `count` queries of one head.
+template <class T, int count>
+struct RowNumbers {
+    T base[count], inverse[count], delta[count];
+
+    // Queries first, first + step, ...; zeros past the last.
+    __device__ __forceinline__ void load(const SimtParams& p, const Sequence& seq, int head, int first, int step) {
+        const Rows<T> rows(p);
+        const int64_t place = lse_row(p, seq, head);
+#pragma unroll
+        for (int n = 0; n < count; ++n) {
+            const int i = first + n * step;
+            const bool query = i < seq.q_len;
+            base[n] = query ? rows.base[place + i] : T(0);
+            inverse[n] = query ? rows.inverse[place + i] : T(0);
+            delta[n] = query ? rows.delta[place + i] : T(0);
+        }
+    }
+};
+
 template <class Config>
 __device__ __forceinline__ void delta_simt_kernel(const SimtParams& p, unsigned char*) {
     using element = typename Config::element;
@@ -35,7 +56,8 @@ __device__ __forceinline__ void delta_simt_kernel(const SimtParams& p, unsigned 
     const Rows<T> rows(p);
     const int lane = threadIdx.x & 31;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * (Config::threads / 32) + (threadIdx.x >> 5);
-    if (row >= rows.inverse - rows.base) return;
+    const int64_t plane = lse_size(p);
+    if (row >= plane) return;
     const int per_head = p.cu_q ? p.total_q : p.seqlen_q;
     const int i = static_cast<int>(row % per_head), unit = static_cast<int>(row / per_head);
     const int head = unit % p.heads_q, b = unit / p.heads_q;
@@ -55,16 +77,17 @@ __device__ __forceinline__ void delta_simt_kernel(const SimtParams& p, unsigned 
     if (lane == 0) {
         const T m = any && p.stats ? address<const T>(p.stats)[row] : lse;
         rows.base[row] = any ? m : T(0);
-        rows.inverse[row] = !any ? T(0) : p.stats ? 1 / address<const T>(p.stats)[rows.inverse - rows.base + row] : T(1);
+        rows.inverse[row] = !any ? T(0) : p.stats ? 1 / address<const T>(p.stats)[plane + row] : T(1);
         rows.delta[row] = delta;
     }
 }
 
 // Dots of a tile become probabilities (kept ones, without 1 / (1 - p)) in s, and dS in ds; bias_share: dS before softcap.
-template <class Config, bool transposed, bool bias_share, class T, class Row>
+template <class Config, bool transposed, bool bias_share, class T>
 __device__ __forceinline__ void differentiate(
     const SimtParams& p, const Scoring<Config>& scoring, T (&s)[Tile<Config>::rows][Tile<Config>::columns],
-    T (&ds)[Tile<Config>::rows][Tile<Config>::columns], int row, int column, const Row& about) {
+    T (&ds)[Tile<Config>::rows][Tile<Config>::columns], int row, int column,
+    const RowNumbers<T, Axes<Tile<Config>, transposed>::queries>& numbers) {
     using G = Tile<Config>;
     constexpr bool derive = Config::full && !bias_share;
     T derivative[derive ? G::rows : 1][derive ? G::columns : 1];
@@ -81,40 +104,46 @@ __device__ __forceinline__ void differentiate(
     for (int i = 0; i < G::rows; ++i)
 #pragma unroll
         for (int j = 0; j < G::columns; ++j) {
-            T base, inverse, delta;
-            about(i, j, base, inverse, delta);
+            const int n = transposed ? j : i;
             const bool hidden = s[i][j] == minus_infinity<T>();
             const bool keep = kept >> (i * G::columns + j) & 1;
-            const T probability = hidden ? T(0) : power(s[i][j] - base) * inverse;
+            const T probability = hidden ? T(0) : power(s[i][j] - numbers.base[n]) * numbers.inverse[n];
             const T dp = keep ? ds[i][j] * keep_scale : T(0);
-            ds[i][j] = hidden ? T(0) : probability * (dp - delta);
+            ds[i][j] = hidden ? T(0) : probability * (dp - numbers.delta[n]);
             if constexpr (derive) ds[i][j] = hidden ? T(0) : ds[i][j] * derivative[i][j];
             s[i][j] = keep ? probability : T(0);
         }
 }
 
+// Shared memory of a block: the rows of its tile of two operands (q and dO, or k and v), probabilities, and the buffers.
 template <class Config>
-struct QueryTile {   // queries of one head in shared memory, and what the workspace says of the thread's rows
+struct Operands {
     using G = Tile<Config>;
     using T = typename G::number;
-    T* q;
-    T* dout;
-    T base[G::rows], inverse[G::rows], delta[G::rows];
+    T* const a;
+    T* const b;
+    T* const probabilities;
+    Buffers<Config> buffers;
 
-    __device__ __forceinline__ void load(const SimtParams& p, const G& tile, const Sequence& seq, int head, int i0) {
-        using element = typename G::element;
-        load_tile<Config, G::tile_rows, G::dim, G::ld>(q, query_source<Config>(p, seq, head), i0);
-        load_tile<Config, G::tile_rows, G::dim_v, G::ld_v>(dout, dout_source<Config>(p, seq, head), i0);
-        const Rows<T> rows(p);
-        const int64_t place = lse_row(p, seq, head);
-#pragma unroll
-        for (int i = 0; i < G::rows; ++i) {
-            const int row = i0 + tile.row + i * G::steps;
-            const bool query = row < seq.q_len;
-            base[i] = query ? rows.base[place + row] : T(0);
-            inverse[i] = query ? rows.inverse[place + row] : T(0);
-            delta[i] = query ? rows.delta[place + row] : T(0);
-        }
+    __device__ __forceinline__ explicit Operands(unsigned char* shared)
+        : a(reinterpret_cast<T*>(shared)), b(a + G::tile_rows * G::ld),
+          probabilities(b + G::tile_rows * G::ld_v), buffers{probabilities + G::tile_rows * G::ld_p} {}
+
+    template <class From>
+    __device__ __forceinline__ void load(const From& from_a, const From& from_b, int row) {
+        load_tile<Config, G::tile_rows, G::dim, G::ld>(a, from_a, row);
+        load_tile<Config, G::tile_rows, G::dim_v, G::ld_v>(b, from_b, row);
+    }
+
+    // s = a . c and ds = b . d, whose rows begin at `row`.
+    template <class From, class Then>
+    __device__ __forceinline__ void dots_of_both(
+        T (&s)[G::rows][G::columns], T (&ds)[G::rows][G::columns], const G& tile, DotSlice<Config>& slice_c,
+        DotSlice<Config>& slice_d, const From& c, const From& d, int row, const Then& then) {
+        fill(s, T(0));
+        dots<Config, G::dim / G::depth, G::ld>(s, tile, a, buffers, slice_c, c, row, ahead(slice_d, d, row));
+        fill(ds, T(0));
+        dots<Config, G::dim_v / G::depth, G::ld_v>(ds, tile, b, buffers, slice_d, d, row, then);
     }
 };
 
@@ -124,11 +153,8 @@ __device__ __forceinline__ void query_simt_kernel(const SimtParams& p, unsigned 
     using T = typename G::number;
     using element = typename G::element;
     const G tile;
-    QueryTile<Config> queries;
-    queries.q = reinterpret_cast<T*>(shared);
-    queries.dout = queries.q + G::tile_rows * G::ld;
-    T* const ds_memory = queries.dout + G::tile_rows * G::ld_v;
-    Buffers<T> buffers{ds_memory + G::tile_rows * G::ld_p, Config::slice, 0};
+    Operands<Config> queries(shared);
+    RowNumbers<T, G::rows> numbers;
     const int unit = blockIdx.x % p.units, part = p.tiles - 1 - blockIdx.x / p.units;
     const int head = unit % p.heads_q;
     int b = unit / p.heads_q, within = part;
@@ -137,127 +163,96 @@ __device__ __forceinline__ void query_simt_kernel(const SimtParams& p, unsigned 
     const int i0 = within * G::tile_rows, i1 = clip(i0 + G::tile_rows, 0, seq.q_len);
     const int head_kv = head / (p.heads_q / p.heads_kv);
     const Scoring<Config> scoring(p, seq, head);
-    const int first = i0 < i1 ? static_cast<int>(scoring.window.key_begin(i0)) : 0;
-    const int end = i0 < i1 ? static_cast<int>(scoring.window.key_end(i1 - 1)) : 0;
-    const auto next_tile = [&](int j) {
-        while (j < end && scoring.skips(p, i0, i1, j, j + G::tile_columns)) j += G::tile_columns;
-        return j;
-    };
-    Keys<Config> k = key_source<Config>(p, seq, head_kv), v = value_source<Config>(p, seq, head_kv);
-    k.begin = v.begin = first;
-    k.end = v.end = end;
+    const Range seen = scoring.keys_seen(i0, i1);
+    const auto next_tile = [&](int j) { return scoring.next_keys(p, i0, i1, j, seen.end); };
+    const Keys<Config> k = key_source<Config>(p, seq, head_kv, seen), v = value_source<Config>(p, seq, head_kv, seen);
 
     T dq[G::rows][G::wide / G::lanes];
     fill(dq, T(0));
     DotSlice<Config> slice, value_slice;
     ProductSlice<Config, Config::step_k, G::wide> key_rows;
-    int j0 = next_tile(first / G::tile_columns * G::tile_columns);
-    if (j0 < end) {
-        queries.load(p, tile, seq, head, i0);
-        slice.load(k, j0, 0, buffers.now());
-        slice.store(buffers.now());
+    int j0 = next_tile(seen.begin / G::tile_columns * G::tile_columns);
+    if (j0 < seen.end) {
+        const Range rows{0, seq.q_len};
+        queries.load(query_source<Config>(p, seq, head, rows), dout_source<Config>(p, seq, head, rows), i0);
+        numbers.load(p, seq, head, i0 + tile.row, G::steps);
+        slice.load(k, j0, 0, queries.buffers.now());
+        slice.store(queries.buffers.now());
     }
     __syncthreads();
-    while (j0 < end) {
+    while (j0 < seen.end) {
         const int following = next_tile(j0 + G::tile_columns);
         T s[G::rows][G::columns], ds[G::rows][G::columns];
-        fill(s, T(0));
-        dots<Config, G::dim / G::depth, G::ld>(s, tile, queries.q, buffers, slice, k, j0,
-                                               ahead(value_slice, v, j0, true));
-        fill(ds, T(0));
-        dots<Config, G::dim_v / G::depth, G::ld_v>(ds, tile, queries.dout, buffers, value_slice, v, j0,
-                                                   ahead(key_rows, k, j0, true));
-        differentiate<Config, false, false>(p, scoring, s, ds, i0 + tile.row, j0 + tile.x, [&](int i, int, T& base, T& inverse, T& delta) {
-            base = queries.base[i], inverse = queries.inverse[i], delta = queries.delta[i];
-        });
-        put_probabilities(ds_memory, tile, ds);
-        sync_team();
-        products<Config, Config::step_k, G::wide>(dq, tile, ds_memory, buffers, key_rows, k, j0,
-                                                  ahead(slice, k, following, following < end));
+        queries.dots_of_both(s, ds, tile, slice, value_slice, k, v, j0, ahead(key_rows, k, j0));
+        differentiate<Config, false, false>(p, scoring, s, ds, i0 + tile.row, j0 + tile.x, numbers);
+        put_probabilities(queries.probabilities, tile, ds);
+        products<Config, Config::step_k, G::wide>(dq, tile, queries.probabilities, queries.buffers, key_rows, k, j0,
+                                                  ahead(slice, k, following, following < seen.end));
         j0 = following;
     }
-    element* to = address<element>(p.dq) + ((seq.out_row + i0) * p.heads_q + head) * p.head_dim;
     const T scale = static_cast<T>(p.scale);
+    element* to = address<element>(p.dq) + ((seq.out_row + i0) * p.heads_q + head) * p.head_dim;
     write_rows<Config, G::wide>(to, static_cast<int64_t>(p.heads_q) * p.head_dim, p.head_dim, tile, seq.q_rows - i0, dq,
                                 [&](int, T x) { return x * scale; });
 }
 
+// Keys and values of one head in shared memory, with the sums of their gradients.
 template <class Config>
-struct KeyTile {   // keys and values of one head in shared memory, with the sums of their gradients
+struct KeyTile : Operands<Config> {
     using G = Tile<Config>;
     using T = typename G::number;
     using element = typename G::element;
-    T* k;
-    T* v;
-    T* p;
-    Buffers<T> buffers;
+    using Operands<Config>::buffers;
     T dk[G::rows][G::wide / G::lanes], dv[G::rows][G::wide_v / G::lanes];
 
+    __device__ __forceinline__ explicit KeyTile(unsigned char* shared) : Operands<Config>(shared) {
+        fill(dk, T(0));
+        fill(dv, T(0));
+    }
+
     // What the queries of one head add, where the tile's rows are keys j0, j0 + 1, ... < j1 of seq.
-    __device__ __forceinline__ void add(const SimtParams& params, const G& tile, const Sequence& seq, int head, int j0, int j1) {
-        const Scoring<Config> scoring(params, seq, head);
-        const int first = static_cast<int>(scoring.window.query_begin(j0));
-        const int end = static_cast<int>(scoring.window.query_end(j1 - 1));
+    __device__ __forceinline__ void add(const SimtParams& p, const G& tile, const Sequence& seq, int head, int j0, int j1) {
+        const Scoring<Config> scoring(p, seq, head);
+        const Range seen{static_cast<int>(scoring.window.query_begin(j0)), static_cast<int>(scoring.window.query_end(j1 - 1))};
         const auto next_tile = [&](int i) {
-            while (i < end && scoring.skips(params, i, i + G::tile_columns, j0, j1)) i += G::tile_columns;
+            while (i < seen.end && scoring.skips(p, i, i + G::tile_columns, j0, j1)) i += G::tile_columns;
             return i;
         };
-        int i0 = next_tile(first / G::tile_columns * G::tile_columns);
-        if (i0 >= end) return;
-        Queries<Config> q = query_source<Config>(params, seq, head), dout = dout_source<Config>(params, seq, head);
-        q.begin = dout.begin = first;
-        q.end = dout.end = end;
-        const Rows<T> rows(params);
-        const int64_t place = lse_row(params, seq, head);
+        int i0 = next_tile(seen.begin / G::tile_columns * G::tile_columns);
+        if (i0 >= seen.end) return;
+        const Queries<Config> q = query_source<Config>(p, seq, head, seen), dout = dout_source<Config>(p, seq, head, seen);
         DotSlice<Config> slice, dout_slice;
         ProductSlice<Config, Config::step_v, G::wide_v> dout_rows;
         ProductSlice<Config, Config::step_k, G::wide> query_rows;
         slice.load(q, i0, 0, buffers.now());
         slice.store(buffers.now());
         __syncthreads();
-        while (i0 < end) {
+        while (i0 < seen.end) {
             const int following = next_tile(i0 + G::tile_columns);
             T s[G::rows][G::columns], ds[G::rows][G::columns];
-            fill(s, T(0));
-            dots<Config, G::dim / G::depth, G::ld>(s, tile, k, buffers, slice, q, i0,
-                                                   ahead(dout_slice, dout, i0, true));
-            fill(ds, T(0));
-            dots<Config, G::dim_v / G::depth, G::ld_v>(ds, tile, v, buffers, dout_slice, dout, i0,
-                                                       ahead(dout_rows, dout, i0, true));
-            T base[G::columns], inverse[G::columns], delta[G::columns];
-#pragma unroll
-            for (int j = 0; j < G::columns; ++j) {
-                const int i = i0 + tile.x + j * G::lanes;
-                const bool query = i < seq.q_len;
-                base[j] = query ? rows.base[place + i] : T(0);
-                inverse[j] = query ? rows.inverse[place + i] : T(0);
-                delta[j] = query ? rows.delta[place + i] : T(0);
-            }
-            differentiate<Config, true, false>(params, scoring, s, ds, j0 + tile.row, i0 + tile.x,
-                                               [&](int, int j, T& b, T& l, T& d) { b = base[j], l = inverse[j], d = delta[j]; });
-            put_probabilities(p, tile, s);
-            sync_team();
-            products<Config, Config::step_v, G::wide_v>(dv, tile, p, buffers, dout_rows, dout, i0,
-                                                        ahead(query_rows, q, i0, true));
-            put_probabilities(p, tile, ds);
-            sync_team();
-            products<Config, Config::step_k, G::wide>(dk, tile, p, buffers, query_rows, q, i0,
-                                                      ahead(slice, q, following, following < end));
+            this->dots_of_both(s, ds, tile, slice, dout_slice, q, dout, i0, ahead(dout_rows, dout, i0));
+            RowNumbers<T, G::columns> numbers;
+            numbers.load(p, seq, head, i0 + tile.x, G::lanes);
+            differentiate<Config, true, false>(p, scoring, s, ds, j0 + tile.row, i0 + tile.x, numbers);
+            put_probabilities(this->probabilities, tile, s);
+            products<Config, Config::step_v, G::wide_v>(dv, tile, this->probabilities, buffers, dout_rows, dout, i0, ahead(query_rows, q, i0));
+            put_probabilities(this->probabilities, tile, ds);
+            products<Config, Config::step_k, G::wide>(dk, tile, this->probabilities, buffers, query_rows, q, i0,
+                                                      ahead(slice, q, following, following < seen.end));
             i0 = following;
         }
     }
 
     // The same for every head that reads them. Their rows are 0 ... of k and v; rows at and past `count` are zeros.
     __device__ __forceinline__ void add_heads(
-        const SimtParams& params, const G& tile, const Sequence& seq, int head_kv, const element* keys, const element* values,
+        const SimtParams& p, const G& tile, const Sequence& seq, int head_kv, const element* keys, const element* values,
         int j0, int count) {
         if (count <= 0) return;
-        const Queries<Config> from_k{keys, params.k_j, 0, count, params.head_dim, nullptr, 0, 1};
-        const Queries<Config> from_v{values, params.v_j, 0, count, params.head_dim_v, nullptr, 0, 1};
-        load_tile<Config, G::tile_rows, G::dim, G::ld>(k, from_k, 0);
-        load_tile<Config, G::tile_rows, G::dim_v, G::ld_v>(v, from_v, 0);
-        const int group = params.heads_q / params.heads_kv;
-        for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) add(params, tile, seq, head, j0, j0 + count);
+        const Queries<Config> from_k{keys, p.k_j, {0, count}, p.head_dim};
+        const Queries<Config> from_v{values, p.v_j, {0, count}, p.head_dim_v};
+        this->load(from_k, from_v, 0);
+        const int group = p.heads_q / p.heads_kv;
+        for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) add(p, tile, seq, head, j0, j0 + count);
         __syncthreads();
     }
 };
@@ -270,13 +265,7 @@ __device__ __forceinline__ void key_simt_kernel(const SimtParams& p, unsigned ch
     using T = typename G::number;
     using element = typename G::element;
     const G tile;
-    KeyTile<Config> keys;
-    keys.k = reinterpret_cast<T*>(shared);
-    keys.v = keys.k + G::tile_rows * G::ld;
-    keys.p = keys.v + G::tile_rows * G::ld_v;
-    keys.buffers = {keys.p + G::tile_rows * G::ld_p, Config::slice, 0};
-    fill(keys.dk, T(0));
-    fill(keys.dv, T(0));
+    KeyTile<Config> keys(shared);
     const int unit = blockIdx.x % p.units, part = blockIdx.x / p.units;
     const int head_kv = unit % p.heads_kv;
     int64_t row;   // of the gradients
@@ -322,13 +311,13 @@ __device__ __forceinline__ void key_simt_kernel(const SimtParams& p, unsigned ch
     const T scale = static_cast<T>(p.scale);
     T keep_scale = Config::full && p.dropout_threshold > 0 ? static_cast<T>(p.keep_scale) : T(1);
     if constexpr (Config::fault == scaled_dv) keep_scale *= T(1.004);
-    const int64_t place = row * p.heads_kv + head_kv;
+    const int64_t place = row * p.heads_kv + head_kv, heads = p.heads_kv;
     if (p.dk)
-        write_rows<Config, G::wide>(address<element>(p.dk) + place * p.head_dim, static_cast<int64_t>(p.heads_kv) * p.head_dim,
-                                    p.head_dim, tile, owned, keys.dk, [&](int, T x) { return x * scale; });
+        write_rows<Config, G::wide>(address<element>(p.dk) + place * p.head_dim, heads * p.head_dim, p.head_dim, tile, owned, keys.dk,
+                                    [&](int, T x) { return x * scale; });
     if (p.dv)
-        write_rows<Config, G::wide_v>(address<element>(p.dv) + place * p.head_dim_v, static_cast<int64_t>(p.heads_kv) * p.head_dim_v,
-                                      p.head_dim_v, tile, owned, keys.dv, [&](int, T x) { return x * keep_scale; });
+        write_rows<Config, G::wide_v>(address<element>(p.dv) + place * p.head_dim_v, heads * p.head_dim_v, p.head_dim_v, tile, owned, keys.dv,
+                                      [&](int, T x) { return x * keep_scale; });
 }
 
 // Grid: one block for each tile of the bias's own shape size_b x size_h x size_i x size_j (1 where it is broadcast).
@@ -336,13 +325,10 @@ template <class Config>
 __device__ __forceinline__ void bias_simt_kernel(const SimtParams& p, unsigned char* shared) {
     using G = Tile<Config>;
     using T = typename G::number;
-    using element = typename G::element;
     const G tile;
-    QueryTile<Config> queries;
-    queries.q = reinterpret_cast<T*>(shared);
-    queries.dout = queries.q + G::tile_rows * G::ld;
-    T* const sums = queries.dout + G::tile_rows * G::ld_v;   // [teams][tile_columns]
-    Buffers<T> buffers{sums + G::tile_rows * G::ld_p, Config::slice, 0};
+    Operands<Config> queries(shared);
+    RowNumbers<T, G::rows> numbers;
+    T* const sums = queries.probabilities;   // [teams][tile_columns]
     const bool all_i = p.size_i == 1, all_j = p.size_j == 1, all_b = p.size_b == 1, all_h = p.size_h == 1;
     int index = blockIdx.x;
     const int tiles_j = all_j ? 1 : (p.size_j + G::tile_columns - 1) / G::tile_columns;
@@ -362,34 +348,26 @@ __device__ __forceinline__ void bias_simt_kernel(const SimtParams& p, unsigned c
         for (int head = all_h ? 0 : own_h; head < (all_h ? p.heads_q : own_h + 1); ++head) {
             const Scoring<Config> scoring(p, seq, head);
             const int head_kv = head / (p.heads_q / p.heads_kv);
-            const Keys<Config> k = key_source<Config>(p, seq, head_kv), v = value_source<Config>(p, seq, head_kv);
             for (int i0 = own_i; i0 < rows_end && (all_i || i0 == own_i); i0 += G::tile_rows) {
                 const int i1 = clip(i0 + G::tile_rows, 0, rows_end);
-                const int first = static_cast<int>(scoring.window.key_begin(i0));
-                const int end = clip(scoring.window.key_end(i1 - 1), 0, p.seqlen_k);
-                const int j_begin = all_j ? first / G::tile_columns * G::tile_columns : own_j;
-                const int j_end = all_j ? end : own_j + G::tile_columns;
-                if (j_begin >= end || j_begin + G::tile_columns <= first) continue;
+                Range seen = scoring.keys_seen(i0, i1);
+                seen.end = clip(seen.end, 0, p.seqlen_k);
+                const int j_begin = all_j ? seen.begin / G::tile_columns * G::tile_columns : own_j;
+                const int j_end = all_j ? seen.end : own_j + G::tile_columns;
+                if (j_begin >= seen.end || j_begin + G::tile_columns <= seen.begin) continue;
+                const Keys<Config> k = key_source<Config>(p, seq, head_kv, seen), v = value_source<Config>(p, seq, head_kv, seen);
                 __syncthreads();
-                queries.load(p, tile, seq, head, i0);
-                Keys<Config> k_seen = k, v_seen = v;
-                k_seen.begin = v_seen.begin = first;
-                k_seen.end = v_seen.end = end;
+                const Range rows{0, seq.q_len};
+                queries.load(query_source<Config>(p, seq, head, rows), dout_source<Config>(p, seq, head, rows), i0);
+                numbers.load(p, seq, head, i0 + tile.row, G::steps);
                 for (int j0 = j_begin; j0 < j_end; j0 += G::tile_columns) {
                     if (scoring.skips(p, i0, i1, j0, j0 + G::tile_columns)) continue;
-                    slice.load(k_seen, j0, 0, buffers.now());
-                    slice.store(buffers.now());
+                    slice.load(k, j0, 0, queries.buffers.now());
+                    slice.store(queries.buffers.now());
                     __syncthreads();
                     T s[G::rows][G::columns], ds[G::rows][G::columns];
-                    fill(s, T(0));
-                    dots<Config, G::dim / G::depth, G::ld>(s, tile, queries.q, buffers, slice, k_seen, j0,
-                                                           ahead(value_slice, v_seen, j0, true));
-                    fill(ds, T(0));
-                    dots<Config, G::dim_v / G::depth, G::ld_v>(ds, tile, queries.dout, buffers, value_slice, v_seen, j0,
-                                                               ahead(slice, k_seen, j0, false));
-                    differentiate<Config, false, true>(p, scoring, s, ds, i0 + tile.row, j0 + tile.x, [&](int i, int, T& base, T& inverse, T& delta) {
-                        base = queries.base[i], inverse = queries.inverse[i], delta = queries.delta[i];
-                    });
+                    queries.dots_of_both(s, ds, tile, slice, value_slice, k, v, j0, ahead(slice, k, j0, false));
+                    differentiate<Config, false, true>(p, scoring, s, ds, i0 + tile.row, j0 + tile.x, numbers);
 #pragma unroll
                     for (int i = 0; i < G::rows; ++i)
 #pragma unroll

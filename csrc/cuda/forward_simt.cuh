@@ -1,4 +1,4 @@
-// Forward without tensor cores; see simt.cuh for how a block shares its tile.
+// Forward without tensor cores; see tile_simt.cuh for how a block shares its tile.
 //
 //   for each tile of keys:   S = Q K^T, scores, m' = max(m, S), P = exp(S - m'), l = l c + sum P, O = O c + keep(P) V
 //   out = O / l / (1 - p);   lse = m + log l                   with c = exp(m - m')
@@ -7,24 +7,10 @@
 // x parts, last tiles first: a causal mask leaves them the most to do.
 #pragma once
 
-#include "simt.cuh"
+#include "product_simt.cuh"
+#include "score_simt.cuh"
 
 namespace attnlib {
-
-template <class Config>
-struct ForwardMemory {
-    using G = Tile<Config>;
-    using T = typename G::number;
-    T* q;
-    T* p;
-    Buffers<T> buffers;
-
-    __device__ __forceinline__ ForwardMemory(unsigned char* shared) {
-        q = reinterpret_cast<T*>(shared);
-        p = q + G::tile_rows * G::ld;
-        buffers = {p + G::tile_rows * G::ld_p, Config::slice, 0};
-    }
-};
 
 template <class Config>
 __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigned char* shared) {
@@ -32,7 +18,9 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     using T = typename G::number;
     using element = typename G::element;
     const G tile;
-    ForwardMemory<Config> memory(shared);
+    T* const q_tile = reinterpret_cast<T*>(shared);
+    T* const p_tile = q_tile + G::tile_rows * G::ld;
+    Buffers<Config> buffers{p_tile + G::tile_rows * G::ld_p};
     const int unit = blockIdx.x % p.units, rest = blockIdx.x / p.units;
     const int part = p.tiles - 1 - rest % p.tiles, split = rest / p.tiles;
     const int head = unit % p.heads_q;
@@ -42,20 +30,14 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     const int i0 = within * G::tile_rows, i1 = clip(i0 + G::tile_rows, 0, seq.q_len);
     const int head_kv = Config::fault == head_mod ? head % p.heads_kv : head / (p.heads_q / p.heads_kv);
     const Scoring<Config> scoring(p, seq, head);
-    const int first = i0 < i1 ? static_cast<int>(scoring.window.key_begin(i0)) : 0;
-    const int end = i0 < i1 ? static_cast<int>(scoring.window.key_end(i1 - 1)) : 0;
-    const int first_tile = first / G::tile_columns;   // of keys
-    const int64_t tiles = (end + G::tile_columns - 1) / G::tile_columns - first_tile;
-    const int stop = clip((first_tile + tiles * (split + 1) / p.splits) * G::tile_columns, 0, end);
-    const auto next_tile = [&](int j) {   // the first tile at or after j that is not masked out
-        while (j < stop && scoring.skips(p, i0, i1, j, j + G::tile_columns)) j += G::tile_columns;
-        return j;
-    };
+    const Range seen = scoring.keys_seen(i0, i1);
+    const int first_tile = seen.begin / G::tile_columns;   // of keys
+    const int64_t tiles = (seen.end + G::tile_columns - 1) / G::tile_columns - first_tile;
+    const int stop = clip((first_tile + tiles * (split + 1) / p.splits) * G::tile_columns, 0, seen.end);
+    const auto next_tile = [&](int j) { return scoring.next_keys(p, i0, i1, j, stop); };
 
-    const Queries<Config> q = query_source<Config>(p, seq, head);
-    Keys<Config> k = key_source<Config>(p, seq, head_kv), v = value_source<Config>(p, seq, head_kv);
-    k.begin = v.begin = first;
-    k.end = v.end = end;
+    const Queries<Config> q = query_source<Config>(p, seq, head, {0, seq.q_len});
+    const Keys<Config> k = key_source<Config>(p, seq, head_kv, seen), v = value_source<Config>(p, seq, head_kv, seen);
 
     const T hidden = minus_infinity<T>();
     T m[G::rows], l[G::rows], o[G::rows][G::wide_v / G::lanes];
@@ -70,11 +52,10 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
 
     DotSlice<Config> key_slice;
     ProductSlice<Config, Config::step_v, G::wide_v> value_slice;
-    Buffers<T>& buffers = memory.buffers;
     int j0 = next_tile(static_cast<int>(first_tile + tiles * split / p.splits) * G::tile_columns);
     if (j0 < stop) {
         key_slice.load(k, j0, 0, buffers.now());
-        load_tile<Config, G::tile_rows, G::dim, G::ld>(memory.q, q, i0);
+        load_tile<Config, G::tile_rows, G::dim, G::ld>(q_tile, q, i0);
         key_slice.store(buffers.now());
     }
     __syncthreads();
@@ -82,8 +63,7 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
         const int following = next_tile(j0 + G::tile_columns);
         T s[G::rows][G::columns];
         fill(s, T(0));
-        dots<Config, G::dim / G::depth, G::ld>(s, tile, memory.q, buffers, key_slice, k, j0,
-                                               ahead(value_slice, v, j0, true));
+        dots<Config, G::dim / G::depth, G::ld>(s, tile, q_tile, buffers, key_slice, k, j0, ahead(value_slice, v, j0));
         const int row = i0 + tile.row, column = j0 + tile.x;
         T none[1][1];
         scoring.template apply<false, false>(p, s, none, row, column);
@@ -117,9 +97,8 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
                         if (!(kept >> (i * G::columns + j) & 1)) s[i][j] = 0;
             }
         }
-        put_probabilities(memory.p, tile, s);
-        sync_team();
-        products<Config, Config::step_v, G::wide_v>(o, tile, memory.p, buffers, value_slice, v, j0,
+        put_probabilities(p_tile, tile, s);
+        products<Config, Config::step_v, G::wide_v>(o, tile, p_tile, buffers, value_slice, v, j0,
                                                     ahead(key_slice, k, following, following < stop));
         j0 = following;
     }
