@@ -5,7 +5,8 @@
     python ci/compile_matrix.py --tier all    any two configuration values on each architecture, and all that most
                                               models ask for; writes compile_matrix.json (commit it)
 
-A run that was stopped goes on where it was: what it compiled is in the kernel cache.
+A run that was stopped goes on where it was: what it compiled is in the kernel cache. Kernels that compile_matrix.json
+has, from the same sources and NVRTC, are not compiled again for --tier all.
 
 A kernel fails when it doesn't compile, spills registers or draws a C75xx warning of ptxas, unless
 compile_exceptions.json says why that is worth it; more than it allows fails. A missing NVRTC fails.
@@ -108,6 +109,22 @@ def stale(record: Path, digest: str, version: tuple[int, int]) -> str:
     return ""
 
 
+def recorded(record: Path, version: tuple[int, int], jobs: Sequence[Job]) -> dict[int, Result]:
+    """What record says of those jobs whose code is as it was, by their places."""
+    held = json.loads(record.read_text()) if record.exists() else {}
+    kernels: Mapping[str, list[Any]] = held.get("kernels", {}) if held.get("nvrtc") == list(version) else {}
+    found = {}
+    for place, (spec, arch) in enumerate(jobs):
+        if (line := kernels.get(_key(spec, arch))) is not None:
+            registers, spills, *warnings = line
+            found[place] = Result(spec.entry, arch, registers, spills, tuple(warnings))
+    return found
+
+
+def _key(spec: jit.KernelSpec, arch: str) -> str:
+    return jit.digest(spec, arch)[:16]
+
+
 def check(
     matrices: Sequence[Matrix],
     tier: str,
@@ -132,24 +149,30 @@ def check(
     digest, jobs = digest_of(known["all"]), known[tier]
     if not jobs:
         return ["no kernel is declared"]
-    results: dict[str, Result] = {}
+    made = recorded(record, compiler.version, jobs) if tier == "all" else {}
+    rest = [place for place in range(len(jobs)) if place not in made]
     started = time.perf_counter()
-    with progress(len(jobs), f"tier {tier}") as advance:
-        for place, result in compile_all(jobs, workers):
-            results[label(*jobs[place])] = result
+    with progress(len(rest), f"tier {tier}") as advance:
+        for place, result in compile_all([jobs[place] for place in rest], workers):
+            made[rest[place]] = result
             advance(f"{result.entry} {result.arch}")
+    results = {label(*jobs[place]): result for place, result in made.items()}
     if accept:
         table = accept_all(exceptions, table, results, accept, whole=tier == "all")
     found = [fault for name, result in sorted(results.items()) for fault in faults(name, result, table)]
     seconds = time.perf_counter() - started
     slowest = max(results.values(), key=lambda result: result.seconds)
-    print(f"{len(jobs)} kernels in {seconds:.1f} s, slowest {slowest.entry} {slowest.arch} {slowest.seconds:.2f} s")
+    print(
+        f"{len(jobs)} kernels, {len(jobs) - len(rest)} of them as recorded, in {seconds:.1f} s, "
+        f"slowest {slowest.entry} {slowest.arch} {slowest.seconds:.2f} s"
+    )
     if tier == "ci":
         found += filter(None, [stale(record, digest, compiler.version)])
     else:
         found += [f"{exceptions.name}: {line.match}: no kernel needs it now" for line in table if not line.used]
         if not found:
-            write_record(record, digest, compiler.version, results)
+            kernels = {_key(*jobs[place]): [x.registers, x.spills, *x.warnings] for place, x in made.items()}
+            write_record(record, digest, compiler.version, results, kernels)
     return found
 
 
@@ -170,8 +193,11 @@ def accept_all(
     return kept
 
 
-def write_record(record: Path, digest: str, version: tuple[int, int], results: Mapping[str, Result]) -> None:
-    """For each entry point and architecture how many kernels, their most registers; and each one that is excepted."""
+def write_record(
+    record: Path, digest: str, version: tuple[int, int], results: Mapping[str, Result], kernels: Mapping[str, list[Any]]
+) -> None:
+    """For each entry point and architecture how many kernels, their most registers; each one that is excepted; and,
+    for the next run, what came of each kernel."""
     summary: dict[str, dict[str, int]] = {}
     for result in results.values():
         line = summary.setdefault(f"{result.entry} {result.arch}", {"kernels": 0, "registers": 0})
@@ -183,7 +209,9 @@ def write_record(record: Path, digest: str, version: tuple[int, int], results: M
         if result.spills or result.warnings
     }
     held = {"digest": digest, "nvrtc": list(version), "summary": summary, "excepted": excepted}
-    record.write_text(json.dumps(held, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(held, indent=1, sort_keys=True).removesuffix("\n}")
+    lines = ",\n".join(f'  "{key}": {json.dumps(line)}' for key, line in sorted(kernels.items()))  # one a kernel
+    record.write_text(f'{text},\n "kernels": {{\n{lines}\n }}\n}}\n')
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

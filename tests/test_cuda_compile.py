@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -259,6 +259,19 @@ def test_compile_matrix(
     assert "record.json was never made" in capsys.readouterr().out
     assert check("all", ("plain",)) == [] and check("ci", ("plain",)) == []
     held = json.loads(record.read_text())
+    compiled: list[int] = []
+
+    def counted(jobs: Sequence[compiler.Job], workers: int | None) -> Any:
+        compiled.append(len(jobs))
+        return compiler.compile_all(jobs, workers)
+
+    monkeypatch.setattr(matrix_script, "compile_all", counted)
+    assert check("all", ("plain",)) == [] and json.loads(record.read_text()) == held
+    record.write_text(json.dumps({**held, "kernels": dict([*held["kernels"].items()][1:])}))
+    assert check("all", ("plain",)) == [] and json.loads(record.read_text()) == held
+    record.write_text(json.dumps({**held, "nvrtc": [1, 0]}))
+    assert check("all", ("plain",)) == [] and json.loads(record.read_text()) == held
+    assert compiled == [0, 1, 4]  # what the record lacks; all, for another NVRTC
     assert held["summary"]["plain sm_80"]["kernels"] == 2 and held["excepted"] == {}
     (fault,) = check("ci", ("plain",), archs=("sm_80",))
     assert "record.json is stale" in fault
