@@ -163,13 +163,20 @@ def gpu_checks_table() -> str:
     value = record.read("gpu-cuda")
     if value is None:
         return NOT_MEASURED
-    checks, tests, mutants = value["conformance"], value["tests"], value["mutants"]
+    checks, mutants, stress = value["conformance"], value["mutants"], value.get("stress")
     lines = ["| step | result | seconds |", "|---|---|--:|"]
     found = {
         "conformance": checks and f"{checks['passed']} passed, {checks['refused']} refused, {checks['failed']} failed",
-        "tests": tests
-        and f"{tests['tests'] - tests['failures'] - tests['errors'] - tests['skipped']} passed, "
-        f"{tests['skipped']} skipped, {tests['failures'] + tests['errors']} failed",
+        **{
+            name: tests
+            and f"{tests['tests'] - tests['failures'] - tests['errors'] - tests['skipped']} passed, "
+            f"{tests['skipped']} skipped, {tests['failures'] + tests['errors']} failed"
+            for name in ("tests", "integration")
+            for tests in [value.get(name)]
+        },
+        "stress": stress
+        and f"{stress['calls']} calls on {stress['streams']} streams, "
+        f"{len(stress['not_repeated'])} problems not repeated bitwise",
         "mutants": mutants and f"{mutants['killed']} killed, {mutants['survived']} survived",
         **value["sanitizer"],
     }
