@@ -71,7 +71,7 @@ def calls(device: str = "cpu") -> dict[str, tuple[Callable[[], Any], Callable[[]
     dout = torch.ones_like(q)
     problem = problem_of(q, k, v)
     target = dispatch.target_of(q.device)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    sdpa: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
 
     def both(attend: Callable[..., Any]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
