@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ class Workload:
 
     `seqlen_q`: queries where they are fewer than the shape's keys. `options` are arguments of attnlib.attention by
     value; "block_density" (share of visible 128 x 128 blocks) and "bias", "mask", "alibi", "sinks", "packed" stand for
-    tensors. The first workload of a grid with the same shape and no options is what a feature is compared with.
+    tensors.
     """
 
     shape: Shape
@@ -35,6 +36,11 @@ class Workload:
     @property
     def queries(self) -> int:
         return self.shape.seqlen if self.seqlen_q is None else self.seqlen_q
+
+    @property
+    def plain(self) -> Workload:
+        """The same without what else is asked for."""
+        return Workload(self.shape, self.dtype, self.seqlen_q)
 
     def flops(self, direction: str) -> float:
         """As docs/performance.md counts; features don't change the count, but a window and hidden blocks do."""
@@ -105,6 +111,13 @@ def memory() -> list[Workload]:
     return [Workload(Shape(1, seqlen, 16, 16, 128, 128, True)) for seqlen in lengths]
 
 
+def spread(works: Sequence[Workload]) -> list[Workload]:
+    """Every second sequence length first, so that a run that is cut short has seen all kinds of shapes."""
+    lengths = sorted({work.shape.seqlen for work in works})
+    order = lengths[1::2] + lengths[::2]
+    return sorted(works, key=lambda work: order.index(work.shape.seqlen))
+
+
 GRIDS = {"training": training, "gqa": gqa, "decode": decode, "features": features, "memory": memory}
 
 
@@ -166,19 +179,41 @@ def _uneven(batch: int, seqlen: int, device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *lens], device=device).cumsum(0).to(torch.int32)
 
 
-def reduced(work: Workload, elements: int = 1 << 28) -> Workload:
-    """The workload with fewer sequences and heads, and at last fewer tokens, so that an oracle of it fits: the same
-    plan serves both, since neither its signature nor its size class counts sequences or heads."""
-    s = work.shape
-    group = s.heads_q // s.heads_kv
-    heads_kv = max(1, min(s.heads_kv, 4 // group))
-    seqlen, queries = s.seqlen, work.queries
-    while group * heads_kv * queries * seqlen > elements and (heads_kv > 1 or seqlen > 1024):
-        if heads_kv > 1:
-            heads_kv //= 2
-        else:
-            seqlen //= 2
-            queries = min(queries, seqlen) if work.seqlen_q is not None else seqlen
-    shape = Shape(1 if queries > 1 else min(s.batch, 8), seqlen, group * heads_kv, heads_kv, s.head_dim, s.head_dim_v,
-                  s.causal)  # fmt: skip
+ELEMENTS = 1 << 28  # of a matrix of scores, in float64, of which an oracle takes a dozen
+
+
+def checkable(work: Workload) -> Workload:
+    """The workload, with fewer tokens where the scores of one group of heads are too many for an oracle."""
+    s, queries = work.shape, work.queries
+    seqlen, group = s.seqlen, s.heads_q // s.heads_kv
+    while group * queries * seqlen > ELEMENTS:
+        seqlen //= 2
+        queries = min(queries, seqlen)
+    shape = dataclasses.replace(s, seqlen=seqlen)
     return Workload(shape, work.dtype, None if work.seqlen_q is None else queries, work.options)
+
+
+def part(work: Workload, o: Operands) -> tuple[slice, slice, slice, Operands]:
+    """What is judged of a call's results: rows (sequences; tokens where they are packed), query heads, key/value heads,
+    and the operands of these alone. They are the last ones, the first where dropout counts from them."""
+    s = work.shape
+    group, scores = s.heads_q // s.heads_kv, work.queries * s.seqlen
+    heads = max(1, min(s.heads_kv, 4 // group, ELEMENTS // (group * scores)))
+    count = max(1, min(s.batch, 8, ELEMENTS // (group * heads * scores)))
+    unit = 1 if o.cu_seqlens is None else s.seqlen  # a batch's tokens are four packed sequences
+    first = "dropout_p" in work.options
+    rows, kv, q = (slice(0, n) if first else slice(total - n, total) for n, total in (
+        (count * unit, s.batch * unit), (heads, s.heads_kv), (heads * group, s.heads_q)))  # fmt: skip
+    arguments = dict(o.arguments)
+    if "bias" in arguments:
+        arguments["bias"] = arguments["bias"][:, q]
+    for name in ("alibi_slopes", "sinks"):
+        if name in arguments:
+            arguments[name] = arguments[name][q]
+    tables = None
+    if o.cu_seqlens is not None:
+        ends = o.cu_seqlens[: 4 * count + 1] if first else o.cu_seqlens[-4 * count - 1 :]
+        tables = ends - ends[0]
+    operands = Operands(o.q[rows][..., q, :], o.k[rows][..., kv, :], o.v[rows][..., kv, :], o.dout[rows][..., q, :],
+                        arguments, tables)  # fmt: skip
+    return rows, q, kv, operands

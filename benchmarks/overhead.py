@@ -1,15 +1,17 @@
-"""What a call costs before and after its kernel: python -m benchmarks.overhead
+"""What a call costs before and after its kernel: python -m benchmarks.overhead [--device cuda]
 
 A backend whose kernels do nothing is registered, and attention over one query and one key is timed on it, so that
 what remains is attnlib's own work: checks, dispatch, allocation, torch's operator and autograd. What counts is the
 time that the thread has a processor, in many short rounds, so that other processes cost little. The median of the
 rounds, which is held against the budget, and the least go into benchmarks/results/overhead.json, beside the same calls
-of torch's own attention and beside calls that say how fast the machine was.
+of torch's own attention and beside calls that say how fast the machine was. With --device cuda the tensors are a
+GPU's, and the calls of the cuda backend, its launches included, follow; the file is overhead-cuda.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -49,10 +51,10 @@ class NoopPlan:
 
 
 class NoopBackend(BackendBase):
-    """Takes everything on the CPU and computes nothing."""
+    """Takes everything and computes nothing."""
 
     def __init__(self) -> None:
-        capabilities = Capabilities(device_kinds=frozenset({"cpu"}), dtypes=frozenset(DTYPES))
+        capabilities = Capabilities(device_kinds=frozenset({"cpu", "cuda"}), dtypes=frozenset(DTYPES))
         super().__init__(NAME, (Family("", capabilities),))
 
     def plan(
@@ -61,33 +63,36 @@ class NoopBackend(BackendBase):
         return NoopPlan()
 
 
-def calls() -> dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]:
+def calls(device: str = "cpu") -> dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]:
     """By name: what attnlib does, and the same of torch where there is such a thing."""
-    q, k, v = (torch.randn(1, 1, 1, 8) for _ in range(3))
-    gq, gk, gv = (x.clone().requires_grad_() for x in (q, k, v))
-    dout = torch.ones(1, 1, 1, 8)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(1, 1, 1, 8, device=device, dtype=dtype) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    dout = torch.ones_like(q)
     problem = problem_of(q, k, v)
-    target = dispatch.target_of(torch.device("cpu"))
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    target = dispatch.target_of(q.device)
+    sdpa: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
 
-    def both() -> Any:
-        return torch.autograd.grad(attnlib.attention(gq, gk, gv, backend=NAME), (gq, gk, gv), dout)
+    def both(attend: Callable[..., Any]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
 
-    def torch_both() -> Any:
-        return torch.autograd.grad(sdpa(gq, gk, gv), (gq, gk, gv), dout)
+    def named(backend: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]]:
+        attend = functools.partial(attnlib.attention, backend=backend)
+        return {
+            "forward, no gradient": (lambda: attend(q, k, v), lambda: sdpa(q, k, v)),
+            "forward, with gradient": (lambda: attend(*leaves), lambda: sdpa(*leaves)),
+            "forward and backward": (both(attend), both(sdpa)),
+        }
 
-    return {
-        "dispatch, cached": (lambda: dispatch.select(problem, target, NAME), None),
-        "forward, no gradient": (lambda: attnlib.attention(q, k, v, backend=NAME), lambda: sdpa(q, k, v)),
-        "forward, with gradient": (
-            lambda: attnlib.attention(gq, gk, gv, backend=NAME),
-            lambda: sdpa(gq, gk, gv),
-        ),
-        "forward and backward": (both, torch_both),
-    }
+    found = {"dispatch, cached": (lambda: dispatch.select(problem, target, NAME), None), **named(NAME)}
+    if device == "cuda":
+        found |= {f"{name}, launched": pair for name, pair in named("cuda").items()}
+    return found
 
 
 def microseconds(call: Callable[[], Any], count: int) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # so that the queue of launches never fills
     return timeit.timeit(call, number=count, timer=time.thread_time) / count * 1e6
 
 
@@ -105,9 +110,9 @@ def yardstick() -> dict[str, Callable[[], Any]]:
     return {"ten function calls": ten_calls, "torch.empty_like": lambda: torch.empty_like(x)}
 
 
-def measure(rounds: int, count: int) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+def measure(rounds: int, count: int, device: str = "cpu") -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """One record per kind of call, and the yardstick; rounds are interleaved."""
-    pairs = calls()
+    pairs = calls(device)
     todo = {(name, owner): call for name, pair in pairs.items() for owner, call in zip(("attnlib", "torch"), pair)}
     todo |= {(name, "yardstick"): call for name, call in yardstick().items()}
     samples: dict[tuple[str, str], list[float]] = {}
@@ -121,7 +126,7 @@ def measure(rounds: int, count: int) -> tuple[list[dict[str, Any]], dict[str, di
     }
     rows = []
     for name in pairs:
-        row: dict[str, Any] = {"call": name, "budget_us": BUDGETS[name]}
+        row: dict[str, Any] = {"call": name, "budget_us": BUDGETS[name.removesuffix(", launched")]}
         for owner in ("attnlib", "torch"):
             figures = found.get((name, owner), {"us": None, "least_us": None})
             row |= {f"{owner}_{statistic}": value for statistic, value in figures.items()}
@@ -133,23 +138,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.overhead", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=201, help="interleaved rounds (default 201)")
     parser.add_argument("--count", type=int, default=100, help="calls per sample (default 100)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", metavar="DIR", help="where the file goes instead of benchmarks/results")
     parser.add_argument("--dry", action="store_true", help="print, and write no file")
     options = parser.parse_args(arguments)
     attnlib.register_backend(NoopBackend())
-    rows, speed = measure(options.rounds, options.count)
+    rows, speed = measure(options.rounds, options.count, options.device)
     over = False
     for row in rows:
         late = row["budget_us"] is not None and row["attnlib_us"] > row["budget_us"]
         over = over or late
         theirs = "" if row["torch_us"] is None else f"; torch {row['torch_us']:.1f}, least {row['torch_least_us']:.1f}"
         budget = "" if row["budget_us"] is None else f"; budget {row['budget_us']:.0f}{', OVER' if late else ''}"
-        print(f"{row['call']:<24} {row['attnlib_us']:7.2f} us, least {row['attnlib_least_us']:7.2f}{theirs}{budget}")
+        print(f"{row['call']:<32} {row['attnlib_us']:7.2f} us, least {row['attnlib_least_us']:7.2f}{theirs}{budget}")
     for name, figures in speed.items():
-        print(f"{name:<24} {figures['us']:7.2f} us, least {figures['least_us']:7.2f}")
+        print(f"{name:<32} {figures['us']:7.2f} us, least {figures['least_us']:7.2f}")
     if not options.dry:
-        value = {"benchmark": "overhead", **record.origin(torch.device("cpu")), "rounds": options.rounds,
+        name = "overhead" if options.device == "cpu" else f"overhead-{options.device}"
+        value = {"benchmark": name, **record.origin(torch.device(options.device)), "rounds": options.rounds,
                  "yardstick": speed, "results": rows}  # fmt: skip
-        print(Path(record.write("overhead", value)).relative_to(record.ROOT))
+        print(record.write_to(Path(options.output or record.RESULTS) / f"{name}.json", value))
     return 1 if over else 0
 
 

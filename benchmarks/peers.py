@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,18 +54,21 @@ def _only(work: Workload, *allowed: str) -> None:
             raise Unsupported(f"no {name}")
 
 
+def attend(work: Workload, o: Operands, q: Any, k: Any, v: Any, **more: Any) -> Any:
+    """What attnlib is asked for on a workload."""
+    if o.cu_seqlens is None:
+        return attnlib.attention(q, k, v, **o.arguments, **more)
+    longest = work.shape.seqlen // 2
+    more |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return attnlib.attention_varlen(q, k, v, o.cu_seqlens, o.cu_seqlens, **o.arguments, **more)
+
+
 def ours(backend: str) -> Contender:
     """attnlib on the named backend."""
 
     def make(work: Workload, o: Operands, backward: bool) -> Pair:
         def run(q: Any, k: Any, v: Any) -> torch.Tensor:
-            if o.cu_seqlens is not None:
-                longest = work.shape.seqlen // 2
-                return attnlib.attention_varlen(
-                    q, k, v, o.cu_seqlens, o.cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
-                    backend=backend, **o.arguments,
-                )  # fmt: skip
-            return attnlib.attention(q, k, v, backend=backend, **o.arguments)
+            return attend(work, o, q, k, v, backend=backend)
 
         return _pair(run, o.q, o.k, o.v, o.dout, backward)
 
@@ -174,48 +177,38 @@ def flex() -> Contender:
 # --- packages ---------------------------------------------------------------------------------------------------------
 
 
-def _package(name: str, module: str, make: Callable[[Any, Workload, Operands, bool], Pair]) -> Contender:
+def _package(name: str, module: str, function: str, make: Callable[[Any, Workload, Operands, bool], Pair]) -> Contender:
     """A contender of a package that may not be here."""
     try:
         found = importlib.import_module(module)
+        getattr(found, function)  # a folder of this name may hold another package
     except Exception as error:  # a package for another torch may fail in any way
-        return Contender(name, lambda *_: (_ for _ in ()).throw(Unsupported("")), missing=str(error).split("\n")[0])
+        return Contender(name, _never, missing=str(error).split("\n")[0] or type(error).__name__)
     return Contender(name, functools.partial(make, found))
+
+
+def _never(work: Workload, o: Operands, backward: bool) -> Pair:
+    raise Unsupported("not here")
 
 
 def _first(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _flash(module: Any, work: Workload, o: Operands, backward: bool) -> Pair:
-    """FlashAttention-2's own package, whose interface the later ones keep."""
-    _only(work, "dropout_p", "deterministic", "window", "softcap", "alibi", "packed")
-    a = o.arguments
-    extra: dict[str, Any] = {"causal": work.shape.causal, "deterministic": bool(a.get("deterministic", False))}
-    if "dropout_p" in a:
-        extra["dropout_p"] = a["dropout_p"]
-    extra |= {name: a[key] for name, key in (("window_size", "window"), ("softcap", "softcap"),
-                                             ("alibi_slopes", "alibi_slopes")) if key in a}  # fmt: skip
-    return _flash_like(module, work, o, backward, extra)
+# attnlib's arguments by the names of each interface of FlashAttention
+FLASH2 = {"dropout_p": "dropout_p", "deterministic": "deterministic", "window": "window_size", "softcap": "softcap",
+          "alibi_slopes": "alibi_slopes"}  # fmt: skip
+FLASH3 = {"deterministic": "deterministic", "window": "window_size", "softcap": "softcap"}
+FLASH4 = FLASH3 | {"sinks": "learnable_sink"}
 
 
-def _flash3(module: Any, work: Workload, o: Operands, backward: bool) -> Pair:
-    _only(work, "deterministic", "window", "softcap", "packed")
-    a = o.arguments
-    extra: dict[str, Any] = {"causal": work.shape.causal, "deterministic": bool(a.get("deterministic", False))}
-    extra |= {name: a[key] for name, key in (("window_size", "window"), ("softcap", "softcap")) if key in a}
-    return _flash_like(module, work, o, backward, extra)
+def _flash(names: Mapping[str, str], module: Any, work: Workload, o: Operands, backward: bool) -> Pair:
+    """FlashAttention's packages, from the second on: [batch, seqlen, heads, head_dim], bottom-right causal masks."""
+    options = {"alibi_slopes": "alibi"}
+    _only(work, "packed", *(options.get(name, name) for name in names))
+    extra = {theirs: o.arguments[mine] for mine, theirs in names.items() if mine in o.arguments}
+    extra["causal"] = work.shape.causal
 
-
-def _flash4(module: Any, work: Workload, o: Operands, backward: bool) -> Pair:
-    _only(work, "window", "softcap", "packed")
-    a = o.arguments
-    extra: dict[str, Any] = {"causal": work.shape.causal}
-    extra |= {name: a[key] for name, key in (("window_size", "window"), ("softcap", "softcap")) if key in a}
-    return _flash_like(module, work, o, backward, extra)
-
-
-def _flash_like(module: Any, work: Workload, o: Operands, backward: bool, extra: dict[str, Any]) -> Pair:
     def run(q: Any, k: Any, v: Any) -> torch.Tensor:
         if o.cu_seqlens is None:
             return _first(module.flash_attn_func(q, k, v, **extra))
@@ -249,16 +242,20 @@ NAMES = ("fa2", "cudnn", "efficient", "math", "flex", "flash_attn", "fa3", "fa4"
 
 def peers(names: list[str]) -> list[Contender]:
     """The peers of these names; those that can't be imported say so in `missing`."""
+
+    def flash(name: str, module: str, words: Mapping[str, str]) -> Contender:
+        return _package(name, module, "flash_attn_func", functools.partial(_flash, words))
+
     makers: dict[str, Callable[[], Contender]] = {
         "fa2": lambda: sdpa("torch FA2", "FLASH_ATTENTION"),
         "cudnn": lambda: sdpa("cuDNN", "CUDNN_ATTENTION"),
         "efficient": lambda: sdpa("torch efficient", "EFFICIENT_ATTENTION"),
         "math": lambda: sdpa("torch math", "MATH"),
         "flex": flex,
-        "flash_attn": lambda: _package("flash_attn", "flash_attn", _flash),
-        "fa3": lambda: _package("FA3", "flash_attn_interface", _flash3),
-        "fa4": lambda: _package("FA4", "flash_attn.cute", _flash4),
-        "xformers": lambda: _package("xformers", "xformers.ops", _xformers),
+        "flash_attn": lambda: flash("flash_attn", "flash_attn", FLASH2),
+        "fa3": lambda: flash("FA3", "flash_attn_interface", FLASH3),
+        "fa4": lambda: flash("FA4", "flash_attn.cute", FLASH4),
+        "xformers": lambda: _package("xformers", "xformers.ops", "memory_efficient_attention", _xformers),
     }
     unknown = [name for name in names if name not in makers]
     if unknown:

@@ -102,20 +102,24 @@ def title_of(value: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.plot", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--grid", action="append", help="training, gqa, memory; repeatable (default: all measured)")
+    parser.add_argument(
+        "--grid",
+        action="append",
+        help="training, gqa, memory, training-cuda-sm_80 ...; repeatable (default: all measured)",
+    )
     parser.add_argument("--baseline", default="torch FA2", help='of the speed-up (default "torch FA2")')
     parser.add_argument("--folder", default="docs/images", help="where the pictures go (default docs/images)")
     options = parser.parse_args(arguments)
     folder, made = Path(options.folder), []
-    for grid in options.grid or ("training", "gqa", "memory"):
+    for grid in options.grid or [g + b for b in ("", "-cuda-sm_80") for g in ("training", "gqa", "memory")]:
         value = record.read(f"gpu-{grid}")
         if value is None:
             if options.grid:
                 print(f"benchmarks/results/gpu-{grid}.json: not measured yet", file=sys.stderr)
                 return 1
             continue
-        if grid == "memory":
-            made.append(draw(memory_panels(value), folder / "memory.png", title_of(value), "MiB", log=True))
+        if grid.startswith("memory"):
+            made.append(draw(memory_panels(value), folder / f"{grid}.png", title_of(value), "MiB", log=True))
             continue
         rates = panels(value, lambda result: result["tflops"])
         made.append(draw(rates, folder / f"{grid}-tflops.png", title_of(value), "TFLOP/s"))

@@ -9,6 +9,7 @@ docs/semantics.md section 8. The file holds every round, the card's ceilings in 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 
-import attnlib
 from attnlib import bench, numerics
 from attnlib.conformance.inputs import Inputs, given
 
@@ -28,39 +28,52 @@ from .grids import Workload
 from .peers import Contender
 
 DIRECTIONS = ("forward", "backward")
-REFUSALS = (NotImplementedError, RuntimeError, ValueError, TypeError, AssertionError, KeyError)
+PLAIN = " plain"  # behind a backend's name: the same shape without its options, in the same rounds
 
 
 # --- conformance ------------------------------------------------------------------------------------------------------
 
 
 def fault(work: Workload, backend: str, device: torch.device, backward: bool) -> str:
-    """Why the backend's results on the workload, reduced, are not right; "" if they are. Raises what refuses it."""
-    small = grids.reduced(work)
-    o = grids.draw(small, device, seed=1)
-    arguments = dict(o.arguments)
-    seed = arguments.pop("dropout_seed", None)
-    if seed is not None:
-        arguments["dropout_seed"] = int(seed)
-    tables = {} if o.cu_seqlens is None else {"cu_seqlens_q": o.cu_seqlens, "cu_seqlens_k": o.cu_seqlens}
+    """Why the backend's results on the workload are not right; "" if they are. Raises what refuses it.
+
+    The call judged is the call measured (but for fewer tokens where the scores are too many for an oracle, which
+    `grids.checkable` says), of whose results an oracle is made for some sequences and heads.
+    """
+    work = grids.checkable(work)
+    o = grids.draw(work, device, seed=1)
+    leaves = [x.detach().requires_grad_(backward) for x in (o.q, o.k, o.v)]
+    out, lse = peers.attend(work, o, *leaves, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(out, leaves, o.dout) if backward else ()
+    rows, heads, heads_kv, few = grids.part(work, o)
+    found = {f"d{name}": x[rows][..., h, :] for name, x, h in zip("qkv", grads, (heads, heads_kv, heads_kv))}
+    arguments = dict(few.arguments)
+    if "dropout_seed" in arguments:
+        arguments["dropout_seed"] = int(arguments["dropout_seed"])
     inputs: Inputs = given(
-        o.q, o.k, o.v, tables=tables, grads=("q", "k", "v") if backward else (),
-        dout=o.dout if backward else None, **arguments,
+        few.q, few.k, few.v, dout=few.dout if backward else None, grads=("q", "k", "v") if backward else (),
+        tables={} if few.cu_seqlens is None else {"cu_seqlens_q": few.cu_seqlens, "cu_seqlens_k": few.cu_seqlens},
+        **arguments,
     )  # fmt: skip
-    out, lse = getattr(attnlib, inputs.function)(
-        *inputs.positional, **inputs.arguments, return_lse=True, backend=backend
-    )
-    grads: dict[str, torch.Tensor] = {}
-    if backward:
-        found = torch.autograd.grad(out, inputs.leaves(), o.dout)
-        grads = {f"d{name}": x for name, x in zip("qkv", found, strict=True)}
+    lse = lse.detach()[heads, rows] if o.cu_seqlens is not None else lse.detach()[rows, heads]
     problem = inputs.problem()
-    result = numerics.Result(out.detach(), lse.detach(), **grads)
-    verdict = numerics.judge(problem, inputs.tensors(problem), result, plain=True)
-    return "; ".join(map(str, verdict.failures))
+    result = numerics.Result(out.detach()[rows][..., heads, :], lse, **found)
+    return "; ".join(map(str, numerics.judge(problem, inputs.tensors(problem), result, plain=True).failures))
 
 
 # --- one workload -----------------------------------------------------------------------------------------------------
+
+
+def verdict(work: Workload, backend: str, device: torch.device, backward: bool) -> str:
+    """ "passed", "refused: " and why, or what is wrong with the results."""
+    try:
+        return fault(work, backend, device, backward) or "passed"
+    except NotImplementedError as error:
+        return f"refused: {reason(error)}"
+    except Exception as error:
+        return f"failed: {reason(error)}"
+    finally:
+        _free()
 
 
 def measure(
@@ -68,33 +81,62 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One record a direction."""
     device = timer.device
-    backward = "backward" in directions and work.seqlen_q is None
+    directions = [x for x in directions if x == "forward" or work.seqlen_q is None]
+    backward = "backward" in directions
+    mine = [c.name for c in contenders if c.ours]
+    conformance = {name: verdict(work, name, device, backward) for name in mine}
     o = grids.draw(work, device)
+    makers = {c.name: functools.partial(c.make, work, o) for c in contenders}
+    if work.options:
+        plain = work.plain, grids.draw(work.plain, device)
+        makers |= {c.name + PLAIN: functools.partial(c.make, *plain) for c in contenders if c.ours}
     made: dict[str, peers.Pair] = {}
-    refused: dict[str, str] = {}
-    conformance: dict[str, str] = {}
-    for contender in contenders:
-        try:
-            if contender.ours:
-                wrong = fault(work, contender.name, device, backward)
-                conformance[contender.name] = wrong or "passed"
-                if wrong:
-                    refused[contender.name] = f"does not conform: {wrong}"
-                    continue
-            made[contender.name] = contender.make(work, o, backward)
-        except REFUSALS as error:
-            refused[contender.name] = (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
+    refused: dict[str, dict[str, str]] = {direction: {} for direction in directions}
+    for name, make in makers.items():
+        wrong = conformance.get(name.removesuffix(PLAIN), "passed")
+        if wrong != "passed":
+            for direction in directions if name in conformance else ():
+                refused[direction][name] = wrong
+            continue
+        for direction in reversed(directions):  # what has no backward may have a forward
+            try:
+                made[name] = make(direction == "backward")
+                break
+            except Exception as error:
+                refused[direction][name] = reason(error)
+        _free()
+    if "dropout_p" not in work.options:
+        _same(made, mine, refused)
     records = []
     for direction in directions:
-        if direction == "backward" and not backward:
-            continue
         calls = {name: pair[DIRECTIONS.index(direction)] for name, pair in made.items()}
         seconds = timing.rounds(timer, {name: call for name, call in calls.items() if call is not None}, count)
-        records.append(entry(work, direction, seconds, [c.name for c in contenders if c.ours], refused, conformance))
+        records.append(entry(work, direction, seconds, mine, refused[direction], conformance))
     return records
+
+
+def _same(made: dict[str, peers.Pair], mine: Sequence[str], refused: Mapping[str, dict[str, str]]) -> None:
+    """Leave out the peers whose results are far from ours: they were asked for something else."""
+    outs = {name: pair[0]() for name, pair in made.items() if not name.endswith(PLAIN)}
+    ours = next((outs[name] for name in mine if name in outs), None)
+    for name, out in outs.items():
+        if ours is None or name in mine:
+            continue
+        out = out if out.shape == ours.shape else out.transpose(1, 2)
+        off = (out.float() - ours.float()).abs().max().item()
+        if not off < 0.1:
+            del made[name]
+            for reasons in refused.values():
+                reasons[name] = f"its results are {off:.2g} from ours"
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def reason(error: Exception) -> str:
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
 
 
 def entry(
@@ -103,7 +145,7 @@ def entry(
 ) -> dict[str, Any]:  # fmt: skip
     """What the file says of a workload and direction."""
     medians = {name: statistics.median(samples) for name, samples in seconds.items()}
-    theirs = [name for name in seconds if name not in mine]
+    theirs = [name for name in seconds if name.removesuffix(PLAIN) not in mine]
     best = min(theirs, key=medians.__getitem__, default=None)
     s = work.shape
     value: dict[str, Any] = {
@@ -115,6 +157,10 @@ def entry(
         "ratios": {
             name: {peer: round(timing.ratio(seconds[name], seconds[peer]), 3) for peer in theirs}
             for name in mine if name in seconds
+        },
+        "of_plain": {
+            name: round(timing.ratio(seconds[name], seconds[name + PLAIN]), 3)
+            for name in mine if name + PLAIN in seconds
         },
         "rounds_ms": {name: [round(1e3 * x, 5) for x in samples] for name, samples in seconds.items()},
         "refused": dict(refused), "conformance": dict(conformance),
@@ -141,10 +187,9 @@ def memory(work: Workload, contenders: Sequence[Contender], directions: Sequence
                 if call is not None:
                     found[direction][contender.name] = timing.extra_bytes(call, device) - results[direction]
             del pair
-        except REFUSALS as error:
-            refused[contender.name] = (str(error).strip().split("\n")[0] or type(error).__name__)[:300]
-        gc.collect()
-        torch.cuda.empty_cache()
+        except Exception as error:
+            refused[contender.name] = reason(error)
+        _free()
     return [
         {"workload": str(work), "seqlen": work.shape.seqlen, "direction": direction, "extra_bytes": found[direction],
          "refused": refused}
@@ -168,25 +213,32 @@ def line(value: Mapping[str, Any], mine: Sequence[str]) -> str:
             continue
         ratios = ", ".join(f"{peer} {value[unit][peer]:.0f} ({x:.2f})" for peer, x in value["ratios"][name].items())
         parts.append(f"{name} {value[unit][name]:.0f} | {ratios}")
+    parts += [f"{name}: {why[:80]}" for name, why in value["refused"].items() if name not in mine]
     return f"{value['workload']:<36} {value['direction']:<8} {'; '.join(parts)}"
 
 
 def summarise(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric mean and minimum of the ratios to each peer and to the best one, by head_dim, direction and mask."""
+    """Geometric mean and minimum of the ratios to each peer, to the best one and to the same shape without options, by
+    option, head_dim, direction and mask."""
     groups: dict[tuple[Any, ...], dict[str, list[float]]] = {}
     for value in results:
+        option = ", ".join(f"{name} {x}" if x is not True else name for name, x in value.get("options", {}).items())
         for name, ratios in value.get("ratios", {}).items():
+            found = dict(ratios)
+            if ratios:
+                found["best peer"] = ratios[value["best_peer"]]
+            if name in value["of_plain"]:
+                found["itself without"] = value["of_plain"][name]
             mask = "causal" if value["causal"] else "full"
-            for dims, masks in ((value["head_dim"], mask), ("all", "all")):
-                group = groups.setdefault((name, dims, value["direction"], masks), {})
-                for peer, x in ratios.items():
+            for dims, masks in ((value["head_dim"], mask), (value["head_dim"], "all"), ("all", "all")):
+                group = groups.setdefault((name, option, dims, value["direction"], masks), {})
+                for peer, x in found.items():
                     group.setdefault(peer, []).append(x)
-                if ratios:
-                    group.setdefault("best peer", []).append(ratios[value["best_peer"]])
     return [
-        {"backend": name, "head_dim": dim, "direction": direction, "mask": mask, "peer": peer, "shapes": len(values),
-         "geometric_mean": round(timing.geometric_mean(values), 3), "minimum": round(min(values), 3)}
-        for (name, dim, direction, mask), group in groups.items()
+        {"backend": name, "option": option, "head_dim": dim, "direction": direction, "mask": mask, "peer": peer,
+         "shapes": len(values), "geometric_mean": round(timing.geometric_mean(values), 3),
+         "minimum": round(min(values), 3)}
+        for (name, option, dim, direction, mask), group in groups.items()
         for peer, values in group.items()
     ]  # fmt: skip
 
@@ -213,7 +265,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--grid", choices=tuple(grids.GRIDS), default="training")
+    parser.add_argument("--grid", default="training", metavar="A,B", help=f"of {', '.join(grids.GRIDS)}")
     parser.add_argument("--backends", default="cuda:sm_80", metavar="A,B", help="of attnlib (default cuda:sm_80)")
     parser.add_argument("--peers", default="all", metavar="A,B", help=f"of {', '.join(peers.NAMES)}; all; none")
     parser.add_argument("--directions", default="forward,backward", metavar="A,B")
@@ -221,17 +273,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=float, default=0.03, metavar="S", help="seconds that a sample fills")
     parser.add_argument("--only", action="append", metavar="TEXT", help="workloads whose name has this text")
     parser.add_argument("--time-limit", type=float, default=1e9, metavar="S", help="start no workload after S seconds")
-    parser.add_argument("--output", metavar="FILE", help="instead of benchmarks/results/gpu-GRID.json")
+    parser.add_argument("--output", metavar="DIR", help="where GRID's file goes, gpu-GRID-BACKENDS.json")
     options = parser.parse_args(arguments)
-    directions = [word for word in options.directions.split(",") if word]
-    if not directions or set(directions) - set(DIRECTIONS):
+    chosen = options.grid.split(",")
+    if set(chosen) - set(grids.GRIDS):
+        parser.error(f"--grid: needs some of {', '.join(grids.GRIDS)}, got {options.grid!r}")
+    given = set(options.directions.split(","))
+    if given - set(DIRECTIONS):
         parser.error(f"--directions: needs forward, backward or both, got {options.directions!r}")
-    if not torch.cuda.is_available():
+    device = gpu()
+    if device is None:
         print("benchmarks.run: needs a GPU", file=sys.stderr)
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
+    begun = time.monotonic()
     names = [] if options.peers == "none" else list(peers.NAMES) if options.peers == "all" else options.peers.split(",")
-    if options.grid in ("training", "gqa") and options.peers == "all":
+    if options.peers == "all" and set(chosen) & {"training", "gqa"}:
         names.remove("math")  # a matrix of scores that may not fit, and no peer
     found = peers.peers(names)
     for peer in found:
@@ -239,41 +295,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{peer.name}: not here: {peer.missing}")
     contenders = [peers.ours(name) for name in options.backends.split(",") if name]
     contenders += [peer for peer in found if not peer.missing]
-    works = grids.GRIDS[options.grid]()
-    works = [w for w in works if not options.only or any(text in str(w) for text in options.only)]
     timer = bench.Timer(device, options.sample)
     first = timing.ceilings(device)
     print(f"ceilings: {first}", flush=True)
-    results = []
-    for value in run(works, contenders, directions, timer, count=options.rounds,
-                     only_memory=options.grid == "memory", seconds=options.time_limit,
-                     show=lambda text: print(text, flush=True)):  # fmt: skip
-        results.append(value)
-        write(options, device, found, first, None, results)
-    summary = write(options, device, found, first, timing.ceilings(device), results)["summary"]
-    for row in summary:
-        print(f"{row['backend']} / {row['peer']:<16} D {row['head_dim']:<4} {row['direction']:<8} {row['mask']:<7}"
-              f"{row['geometric_mean']:6.3f}, at least {row['minimum']:.3f}, {row['shapes']} shapes")  # fmt: skip
-    wrong = [v for v in results if any(text != "passed" for text in v.get("conformance", {}).values())]
-    return 1 if wrong else 0
+    directions = [x for x in DIRECTIONS if x in given]
+    results: dict[str, list[Any]] = {name: [] for name in chosen}
+    for name in chosen:
+        works = grids.spread([work for work in grids.GRIDS[name]() if _picked(str(work), options.only)])
+        left = options.time_limit - (time.monotonic() - begun)
+        for value in run(works, contenders, directions, timer, count=options.rounds, only_memory=name == "memory",
+                         seconds=left, show=lambda text: print(text, flush=True)):  # fmt: skip
+            results[name].append(value)
+            write(name, options, device, found, [first], results[name])
+    ceilings = [first, timing.ceilings(device)]
+    for name in chosen:
+        for row in write(name, options, device, found, ceilings, results[name])["summary"]:
+            if row["mask"] == "all":
+                what = f"{row['backend']} / {row['peer']} {row['option']}"
+                figures = f"{row['geometric_mean']:6.3f}, at least {row['minimum']:.3f}, {row['shapes']} shapes"
+                print(f"{row['direction']:<8} D {row['head_dim']:<3} {figures}: {what}")
+    slow = timing.slowed(bench.machine(device).get("gpu", ""), *ceilings)
+    if slow:
+        print(f"TO BE REPEATED: {slow}")
+    wrong = {text for values in results.values() for v in values for text in v.get("conformance", {}).values()}
+    return 1 if slow or any(text != "passed" and not text.startswith("refused") for text in wrong) else 0
+
+
+def gpu() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _picked(name: str, only: Sequence[str] | None) -> bool:
+    return not only or any(text in name for text in only)
+
+
+def path_of(grid: str, backends: str, folder: str | None) -> Path:
+    """gpu-GRID.json for the backend cuda, else with the backends' names."""
+    what = "" if backends == "cuda" else "-" + backends.replace(":", "-").replace(",", "-")
+    return Path(folder or record.RESULTS) / f"gpu-{grid}{what}.json"
 
 
 def write(
-    options: argparse.Namespace, device: torch.device, found: Sequence[Contender],
-    before: Mapping[str, float], after: Mapping[str, float] | None, results: Sequence[Mapping[str, Any]],
+    grid: str, options: argparse.Namespace, device: torch.device, found: Sequence[Contender],
+    ceilings: Sequence[Mapping[str, float]], results: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """The file, after every workload, so that a run that is cut short leaves what it has."""
+    """The file, after every workload, so that a run that is cut short leaves what it has; in the grid's order."""
+    order = [str(work) for work in grids.GRIDS[grid]()]
+    results = sorted(results, key=lambda value: order.index(value["workload"]))
     value = {
-        "benchmark": f"gpu-{options.grid}", **record.origin(device), "driver": timing.driver(),
+        "benchmark": f"gpu-{grid}", **record.origin(device), "driver": timing.driver(),
         "backends": options.backends, "rounds": options.rounds,
         "absent": {peer.name: peer.missing for peer in found if peer.missing},
-        "ceilings": {"before": dict(before), "after": None if after is None else dict(after)},
-        "summary": summarise(results), "results": list(results),
+        "ceilings": dict(zip(("before", "after"), ceilings)),
+        "to_be_repeated": timing.slowed(bench.machine(device).get("gpu", ""), *ceilings),
+        "not_measured": [name for name in order if _picked(name, options.only)
+                         and name not in {value["workload"] for value in results}],
+        "summary": summarise(results), "results": results,
     }  # fmt: skip
-    if options.output:
-        record.write_to(Path(options.output), value)
-    else:
-        record.write(f"gpu-{options.grid}", value)
+    record.write_to(path_of(grid, options.backends, options.output), value)
     return value
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import record
+from .run import PLAIN
 
 DOCUMENTS = ("README.md", "docs/performance.md")
 NOT_MEASURED = "Not measured yet."
@@ -72,9 +73,9 @@ def cpu_features_table() -> str:
     return "\n".join([*lines, "", "Time over the time of the plain call. " + _origin(value)])
 
 
-def overhead_table() -> str:
+def overhead_table(name: str = "overhead") -> str:
     """Microseconds that a call costs on the host."""
-    value = record.read("overhead")
+    value = record.read(name)
     if value is None:
         return NOT_MEASURED
     lines = ["| call | attnlib, us | budget, us | torch SDPA with its kernel, us |", "|---|--:|--:|--:|"]
@@ -99,22 +100,29 @@ def gpu_table(grid: str) -> str:
     parts.append(
         f"{_origin(value)} Driver {value['driver']}. In the same run: a matrix product of 8192^3 in bfloat16 "
         f"{ceilings['matmul_tflops']:.0f} TFLOP/s, a copy on the device {ceilings['copy_tbs']:.2f} TB/s."
+        + (f" To be repeated: {value['to_be_repeated']}." if value["to_be_repeated"] else "")
     )
     return "\n\n".join(part for part in parts if part)
 
 
 def _gpu_rows(direction: str, results: Sequence[Mapping[str, Any]]) -> str:
     mine = list(dict.fromkeys(name for result in results for name in result["conformance"]))
-    peers = list(dict.fromkeys(name for result in results for name in result["median_ms"] if name not in mine))
+    ours = {*mine, *(name + PLAIN for name in mine)}
+    peers = list(dict.fromkeys(name for result in results for name in result["median_ms"] if name not in ours))
     unit = "gbs" if "gbs" in results[0] else "tflops"
     heads = [f"{direction}, {'GB/s of K and V' if unit == 'gbs' else 'TFLOP/s'}", *mine, *peers]
     heads += [f"{name} / best peer" for name in mine]
+    compared = any(result["of_plain"] for result in results)
+    if compared:
+        heads += [f"{name} / itself without" for name in mine]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
     for result in results:
         cells = [result["workload"], *(_number(result[unit].get(name)) for name in (*mine, *peers))]
         for name in mine:
             ratio = result["ratios"].get(name, {}).get(result["best_peer"])
             cells.append("-" if ratio is None else f"{ratio:.2f} ({result['best_peer']})")
+        if compared:
+            cells += [_number(result["of_plain"].get(name), 2) for name in mine]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -128,15 +136,16 @@ def _gpu_summary(summary: Sequence[Mapping[str, Any]]) -> str:
         "|---|---|---|---|--:|--:|--:|",
     ]
     for row in summary:
-        cells = [f"{row['backend']} / {row['peer']}", str(row["head_dim"]), row["mask"], row["direction"]]
+        what = f"{row['backend']} / {row['peer']}" + (f", {row['option']}" if row["option"] else "")
+        cells = [what, str(row["head_dim"]), row["mask"], row["direction"]]
         cells += [f"{row['geometric_mean']:.2f}", f"{row['minimum']:.2f}", str(row["shapes"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def gpu_memory_table() -> str:
+def gpu_memory_table(name: str = "memory") -> str:
     """MiB beyond operands and results by sequence length."""
-    value = record.read("gpu-memory")
+    value = record.read(f"gpu-{name}")
     if value is None:
         return NOT_MEASURED
     names = list(dict.fromkeys(name for result in value["results"] for name in result["extra_bytes"]))
@@ -154,13 +163,20 @@ def gpu_checks_table() -> str:
     value = record.read("gpu-cuda")
     if value is None:
         return NOT_MEASURED
-    checks, tests, mutants = value["conformance"], value["tests"], value["mutants"]
+    checks, mutants, stress = value["conformance"], value["mutants"], value.get("stress")
     lines = ["| step | result | seconds |", "|---|---|--:|"]
     found = {
         "conformance": checks and f"{checks['passed']} passed, {checks['refused']} refused, {checks['failed']} failed",
-        "tests": tests
-        and f"{tests['tests'] - tests['failures'] - tests['errors'] - tests['skipped']} passed, "
-        f"{tests['skipped']} skipped, {tests['failures'] + tests['errors']} failed",
+        **{
+            name: tests
+            and f"{tests['tests'] - tests['failures'] - tests['errors'] - tests['skipped']} passed, "
+            f"{tests['skipped']} skipped, {tests['failures'] + tests['errors']} failed"
+            for name in ("tests", "integration")
+            for tests in [value.get(name)]
+        },
+        "stress": stress
+        and f"{stress['calls']} calls on {stress['streams']} streams, "
+        f"{len(stress['not_repeated'])} problems not repeated bitwise",
         "mutants": mutants and f"{mutants['killed']} killed, {mutants['survived']} survived",
         **value["sanitizer"],
     }
@@ -191,12 +207,15 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "cpu_features": cpu_features_table,
     "overhead": overhead_table,
+    "overhead_cuda": functools.partial(overhead_table, "overhead-cuda"),
     "gpu_checks": gpu_checks_table,
-    "gpu_training": functools.partial(gpu_table, "training"),
-    "gpu_gqa": functools.partial(gpu_table, "gqa"),
-    "gpu_decode": functools.partial(gpu_table, "decode"),
-    "gpu_features": functools.partial(gpu_table, "features"),
+    **{
+        f"gpu_{grid}{tag}": functools.partial(gpu_table, grid + backends)
+        for grid in ("training", "gqa", "decode", "features")
+        for tag, backends in (("", ""), ("_sm80", "-cuda-sm_80"))
+    },
     "gpu_memory": gpu_memory_table,
+    "gpu_memory_sm80": functools.partial(gpu_memory_table, "memory-cuda-sm_80"),
     "support": support,
     "environment": environment,
 }

@@ -52,6 +52,17 @@ def ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
+MATMUL = {"NVIDIA H200": 788.0}  # TFLOP/s of `ceilings` on a card that nothing slows, 781 to 794 on several days
+
+
+def slowed(gpu: str, *found: Mapping[str, float]) -> str:
+    """Why a run with these ceilings has to be repeated, the matrix product being 5 % off; "" if it has not."""
+    if gpu not in MATMUL:
+        return ""
+    off = [x["matmul_tflops"] for x in found if abs(x["matmul_tflops"] / MATMUL[gpu] - 1) > 0.05]
+    return f"a matrix product reached {off[0]:.0f} TFLOP/s, and {MATMUL[gpu]:.0f} is usual on an {gpu}" if off else ""
+
+
 def driver() -> str:
     """The driver's version, "" where nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]

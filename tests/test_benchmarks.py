@@ -39,18 +39,53 @@ def test_grids() -> None:
     assert works["decode"][4].cache_bytes() == 16 * 8192 * 8 * 256 * 2
 
 
-def test_reduced_workloads_fit_and_keep_what_plans_depend_on() -> None:
+def test_what_is_judged_fits_an_oracle() -> None:
     from benchmarks import grids
 
     for make in grids.GRIDS.values():
         for work in make():
-            small = grids.reduced(work)
-            s, t = small.shape, work.shape
-            assert s.batch * s.heads_q * small.queries * s.seqlen <= 1 << 29
-            assert (s.head_dim, s.head_dim_v, s.causal, s.heads_q // s.heads_kv) == (
-                t.head_dim, t.head_dim_v, t.causal, t.heads_q // t.heads_kv,
-            )  # fmt: skip
-            assert small.options == work.options and small.dtype == work.dtype
+            s, t = work.shape, grids.checkable(work).shape
+            assert t.seqlen == s.seqlen or s.heads_q // s.heads_kv * s.seqlen**2 > grids.ELEMENTS
+            assert (t.batch, t.heads_q, t.heads_kv, t.head_dim) == (s.batch, s.heads_q, s.heads_kv, s.head_dim)
+            assert t.heads_q // t.heads_kv * grids.checkable(work).queries * t.seqlen <= grids.ELEMENTS
+
+
+@pytest.mark.parametrize("option", ["", "dropout_p", "packed", "bias"])
+def test_part(option: str) -> None:
+    """The last sequences and heads, the first with dropout; each query head with its own key/value head."""
+    from benchmarks import grids
+
+    shape = bench.Shape.parse("B12 S8 H12/6 D4 full")
+    work = grids.Workload(shape, "float32", options={option: 0.1} if option else {})
+    o = grids.draw(work, torch.device("cpu"))
+    rows, heads, heads_kv, few = grids.part(work, o)
+    sequences, first = (slice(0, 8), 0) if option == "dropout_p" else (slice(4, 12), 8)
+    if option == "packed":
+        assert rows == slice(32, 96) and few.cu_seqlens is not None
+        assert few.cu_seqlens.tolist() == (o.cu_seqlens[16:] - 32).tolist()  # type: ignore[index]
+    else:
+        assert rows == sequences
+    assert (heads, heads_kv) == (slice(first, first + 4), slice(first // 2, first // 2 + 2))
+    assert torch.equal(few.q, o.q[rows][..., heads, :]) and torch.equal(few.v, o.v[rows][..., heads_kv, :])
+    if option == "bias":
+        assert torch.equal(few.arguments["bias"], o.arguments["bias"][:, 8:12])
+
+
+def test_every_second_length_comes_first() -> None:
+    from benchmarks import grids
+
+    works = grids.spread(grids.training())
+    assert sorted(map(str, works)) == sorted(map(str, grids.training()))
+    assert [work.shape.seqlen for work in works[::6]] == [1024, 4096, 16384, 512, 2048, 8192]
+    assert len({(w.shape.head_dim, w.shape.causal) for w in works[:6]}) == 6
+
+
+def test_a_slow_card_is_said_so() -> None:
+    from benchmarks import timing
+
+    assert timing.slowed("NVIDIA H200", {"matmul_tflops": 785.0}, {"matmul_tflops": 760.0}) == ""
+    assert "740" in timing.slowed("NVIDIA H200", {"matmul_tflops": 785.0}, {"matmul_tflops": 740.0})
+    assert timing.slowed("Some GPU", {"matmul_tflops": 1.0}) == ""
 
 
 def test_ratio_is_of_the_same_round() -> None:
@@ -91,9 +126,11 @@ def test_run_on_the_cpu(tmp_path: Path) -> None:
     assert shown[0].startswith(f"{SMALL} float32") and "torch math" in shown[0]
     summary = run.summarise(found)
     (row,) = [
-        r for r in summary if r["head_dim"] == "all" and r["direction"] == "forward" and r["peer"] == "torch math"
+        r
+        for r in summary
+        if (r["head_dim"], r["direction"], r["peer"], r["option"]) == ("all", "forward", "torch math", "")
     ]
-    assert row["shapes"] == 3 and 0 < row["minimum"] <= row["geometric_mean"]
+    assert row["shapes"] == 2 and 0 < row["minimum"] <= row["geometric_mean"]
     assert json.loads(record.write_to(tmp_path / "x.json", {"results": found}).read_text())["results"]
 
 
@@ -141,7 +178,13 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from benchmarks import grids
 
     origin = {"machine": {"gpu": "Some GPU", "cpu": ""}, "versions": {"torch": "2"}, "commit": "abc", "date": "2026"}
-    more = {**origin, "driver": "1", "rounds": 3, "ceilings": {"before": {"matmul_tflops": 700.0, "copy_tbs": 4.0}}}
+    more = {
+        **origin,
+        "driver": "1",
+        "rounds": 3,
+        "to_be_repeated": "",
+        "ceilings": {"before": {"matmul_tflops": 700.0, "copy_tbs": 4.0}},
+    }
     for grid in ("training", "decode"):
         found = [
             run.entry(work, direction, {"cuda:sm_80": [1e-3] * 3, "torch FA2": [2e-3] * 3, "cuDNN": [0.5e-3] * 3},
@@ -197,6 +240,100 @@ def test_the_legend_names_what_the_first_panel_lacks(tmp_path: Path, monkeypatch
     monkeypatch.setattr(figures.Figure, "legend", lambda _, handles, labels, **__: named.extend(labels))
     plot.draw({"x": {"a": [(1, 1.0)]}, "y": {"a": [(1, 1.0)], "b": [(1, 2.0)]}}, tmp_path / "a.png", "title", "unit")
     assert named == ["a", "b"]
+
+
+def test_a_peer_without_a_backward_keeps_its_forward() -> None:
+    from benchmarks import grids, peers, run
+
+    def make(work: Any, o: Any, backward: bool) -> Any:
+        if backward:
+            raise AttributeError("no backward here")
+        return (lambda: run.peers.attend(work, o, o.q, o.k, o.v, backend="cpu")), None
+
+    work, timer = grids.Workload(bench.Shape.parse(SMALL), "float32"), bench.Timer(torch.device("cpu"), 1e-4)
+    contenders = [peers.ours("cpu"), peers.Contender("half", make), *peers.peers(["math"])]
+    forward, backward = run.measure(work, contenders, ("forward", "backward"), timer, 3)
+    assert set(forward["median_ms"]) == {"cpu", "half", "torch math"} and not forward["refused"]
+    assert set(backward["median_ms"]) == {"cpu", "torch math"} and backward["refused"] == {"half": "no backward here"}
+
+
+def test_a_peer_that_was_asked_for_something_else_is_left_out() -> None:
+    from benchmarks import grids, peers, run
+
+    work, timer = grids.Workload(bench.Shape.parse(SMALL), "float32"), bench.Timer(torch.device("cpu"), 1e-4)
+    full = peers.Contender("full", lambda work, o, backward: ((lambda: o.v.transpose(1, 2)), None))
+    (value,) = run.measure(work, [peers.ours("cpu"), full, *peers.peers(["math"])], ("forward",), timer, 3)
+    assert set(value["median_ms"]) == {"cpu", "torch math"} and "from ours" in value["refused"]["full"]
+    assert "full: its results" in run.line(value, ["cpu"])
+
+
+class FakeFlash:
+    """The interface of the packages of FlashAttention; it remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+
+    def flash_attn_func(self, q: Any, k: Any, v: Any, **more: Any) -> Any:
+        self.seen = more
+        return torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=more["causal"], enable_gqa=True
+        ).transpose(1, 2), None
+
+
+def test_packages_of_flash_attention_get_their_names_of_things() -> None:
+    from benchmarks import grids, peers
+
+    shape = bench.Shape.parse("B1 S64 H4/2 D16 causal")
+    module, options = FakeFlash(), {"window": (8, 0), "deterministic": True}
+    work = grids.Workload(shape, "float32", options=options)
+    o = grids.draw(work, torch.device("cpu"))
+    forward, backward = peers._flash(peers.FLASH4, module, work, o, True)
+    assert module.seen == {"causal": True, "window_size": (8, 0), "deterministic": True}
+    assert forward().shape == o.q.shape and backward is not None and backward()[1].shape == o.k.shape
+    for names, option in ((peers.FLASH3, "sinks"), (peers.FLASH4, "dropout_p"), (peers.FLASH2, "bias")):
+        work = grids.Workload(shape, "float32", options={option: 0.1})
+        with pytest.raises(peers.Unsupported, match=f"no {option}"):
+            peers._flash(names, module, work, o, False)
+    work = grids.Workload(shape, "float32", options={"alibi": True})
+    peers._flash(peers.FLASH2, module, work, grids.draw(work, torch.device("cpu")), False)
+    assert set(module.seen) == {"causal", "alibi_slopes"}
+
+
+def test_a_folder_of_a_peers_name_is_not_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import ModuleType
+
+    from benchmarks import peers
+
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    (found,) = peers.peers(["flash_attn"])
+    assert "flash_attn_func" in found.missing
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two grids in one run, each with its file; an option is compared with the same shape without it."""
+    from benchmarks import grids, run, timing
+
+    plain = grids.Workload(bench.Shape.parse(SMALL), "float32")
+    option = grids.Workload(plain.shape, "float32", options={"deterministic": True})
+    monkeypatch.setitem(grids.GRIDS, "training", lambda: [plain])
+    monkeypatch.setitem(grids.GRIDS, "features", lambda: [plain, option])
+    monkeypatch.setattr(run, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(timing, "ceilings", lambda device: {"matmul_tflops": 1.0, "copy_tbs": 1.0})
+    given = ["--grid", "training,features", "--backends", "cpu", "--peers", "math", "--sample", "1e-4"]
+    assert run.main([*given, "--output", str(tmp_path)]) == 0
+    values = {name: json.loads((tmp_path / f"gpu-{name}-cpu.json").read_text()) for name in ("training", "features")}
+    assert [value["workload"] for value in values["training"]["results"]] == [str(plain)] * 2
+    assert set(values["training"]["ceilings"]) == {"before", "after"} and values["training"]["not_measured"] == []
+    deterministic = values["features"]["results"][2]
+    assert deterministic["options"] == {"deterministic": True} and deterministic["of_plain"]["cpu"] > 0
+    assert {row["option"] for row in values["features"]["summary"]} == {"", "deterministic"}
+    assert "cpu / itself without deterministic" in capsys.readouterr().out
+    monkeypatch.setattr(timing, "slowed", lambda *_: "slow")
+    assert run.main([*given[2:], "--output", str(tmp_path), "--time-limit", "0"]) == 1
+    value = json.loads((tmp_path / "gpu-training-cpu.json").read_text())
+    assert value["to_be_repeated"] == "slow" and value["not_measured"] == [str(plain)]
+    with pytest.raises(SystemExit):
+        run.main(["--grid", "nothing"])
 
 
 def test_unknown_peer() -> None:

@@ -27,7 +27,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_lists_its_steps() -> None:
     out = run("--list", "--cache", "some/cache", "--time-limit", "100").stdout
     names = [line.split()[0] for line in out.splitlines()]
-    assert names == ["build", "conformance", "tests", "mutants", "memcheck", "racecheck", "initcheck"]
+    assert names == ["build", "conformance", "tests", "integration", "stress", "mutants", "memcheck", "racecheck",
+                     "initcheck"]  # fmt: skip
     assert "--time-limit 95" in out and "attnlib.conformance.exercise" in out
     assert [line.split()[0] for line in run("--list", "--only", "tests,build").stdout.splitlines()] == [
         "build",
@@ -132,3 +133,53 @@ def test_deadline_stops_a_step(gpu: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert gpu.main(given) == 1
     assert time.monotonic() - start < 30
     assert json.loads((tmp_path / "gpu-cpu.json").read_text())["steps"][0]["note"] == "stopped after 1 s"
+
+
+# --- ci/stress --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stress() -> ModuleType:
+    return load("stress")
+
+
+SMALL = ("--backend", "cpu", "--launches", "60", "--problems", "24", "--longest", "40", "--jobs", "1")
+
+
+def test_stress_repeats(stress: ModuleType, tmp_path: Path) -> None:
+    """A pool of as many problems as there are kinds: four pairs of head dimensions, six features, some backward."""
+    assert stress.main([*SMALL, "--report", str(tmp_path / "x.json")]) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert (found["calls"], found["problems"], found["not_repeated"]) == (60, 24, {}) and 0 < found["backward"] < 60
+
+
+def test_stress_names_what_does_not_repeat(
+    stress: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest, calls = stress.Problem.run, []
+
+    def run(problem: object) -> object:
+        found = honest(problem)
+        calls.append(0)
+        if len(calls) == 50:
+            found[0].view(-1)[-1] += 0.01
+        return found
+
+    monkeypatch.setattr(stress.Problem, "run", run)
+    assert stress.main(SMALL) == 1
+    report = json.loads(capsys.readouterr().out.rsplit("FAILED", 1)[0])
+    assert list(report["not_repeated"].values()) == [1]
+
+
+def test_stress_fails_with_too_few_calls(stress: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stress.main([*SMALL, "--seconds", "0"]) == 1
+    assert "too few calls" in capsys.readouterr().out
+
+
+def test_stress_ends_what_hangs() -> None:
+    code = (
+        "import sys, time; sys.path.insert(0, 'tests'); from programs import load; m = load('stress');"
+        "w = m.Watch(0.3); w.recent.append('the last call'); w.start(); time.sleep(60)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert found.returncode == 3 and "HANGS" in found.stdout and "the last call" in found.stdout
