@@ -50,7 +50,7 @@ class ForwardConfig(Features):
         size, d, dv = self.element.itemsize, padded(self.head_dim), padded(self.head_dim_v)
         keys = self.stages * self.block_k * (d + dv) * size
         exchange = (self.block_q * self.block_k * size + 8 * self.block_q + 4 * self.warps) if self.warps_n > 1 else 0
-        random = 8 * self.block_k if self.dropout else 0
+        random = 8 * self.block_k + 4 * self.block_q if self.dropout else 0
         return self.block_q * max(d, dv) * size + keys + (2048 if self.block_mask else 0) + exchange + 48 + random
 
 
@@ -165,7 +165,8 @@ def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, 
     if size < 128:
         m, w = small[size]
         narrow = [((m, n, 32, 1, False, 1), 1) for n in (2, 1) if n < w]
-        return [((m, w, k, s, False, 1), 1) for k in ((32,) if wide else (64, 32)) for s in stages] + narrow
+        tight = wide or (d > 128 and _elementwise(problem))  # 64 keys would spill
+        return [((m, w, k, s, False, 1), 1) for k in ((32,) if tight else (64, 32)) for s in stages] + narrow
     if wide or old:
         return [((1, w, 32, s, False, 1), 1) for w in (4, 2, 1) for s in stages]
     if d > 128:
@@ -179,9 +180,9 @@ def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, 
     if d <= 64 and problem.dropout_threshold == 0:
         return [((2, 4, 128, 2, False, 1), 2), ((2, 4, 64, 2, True, 1), 2)]
     if d <= 64:
-        return [((2, 4, 64, 2, True, 1), 2)]
+        return [((2, 4, 64, s, True, 1), 2) for s in stages]
     if problem.dropout_threshold > 0:
-        return [((2, 4, 32, 2, False, 1), 2), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
+        return [((2, 4, 64, 1, False, 1), 2), ((2, 4, 32, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
     return [
         ((2, 4, 64, 2, False, 1), 2),
         ((2, 4, 64, 1, False, 1), 2),
@@ -203,7 +204,7 @@ def forward(
         "pack": pack(problem),
         "split": False,
         "warps_n": 1,
-        "draw_first": 2 if _elementwise(problem) or size > 128 else 1 if size <= 64 else 0,
+        "draw_first": 2 if _elementwise(problem) or size > 128 else 0,
         "maximum": problem.bias is not None or problem.alibi or problem.dtype == torch.float32,
     }
     if 64 < max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:

@@ -254,7 +254,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         clear(s);
         clear(dp);
         DropoutWords<Config, true, M, N> random;
-        if (Config::draw_first) random.draw(ptx::ld_shared_b64(base + T::parked + 48), b, head, j0 + row0, i0 + column0, lane);
+        if (Config::draw_first) random.draw_transposed(ptx::ld_shared_b64(base + T::parked + 48), b, head, j0 + row0, i0 + column0, lane);
         {
             const uint32_t q_lane = T::QTile::by_chunk(q_at + column0 * T::QTile::pitch, lane);
             const uint32_t o_lane = T::OTile::by_chunk(o_at + column0 * T::OTile::pitch, lane);
@@ -316,10 +316,10 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             for (int n = 0; n < N; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[m][n][e] = ptx::ex2_approx(s[m][n][e]);
-        if (!Config::draw_first) random.draw(ptx::ld_shared_b64(base + T::parked + 48), b, head, j0 + row0, i0 + column0, lane);
+        if (!Config::draw_first) random.draw_transposed(ptx::ld_shared_b64(base + T::parked + 48), b, head, j0 + row0, i0 + column0, lane);
         if constexpr (Config::dropout) {
 #pragma unroll
-            for (int m = 0; m < M; m += random.pairs) random.apply(s, m, base + T::parked + 44, j0 + row0, lane, [](float x) { return -x; });
+            for (int m = 0; m < M; m += random.pairs) random.apply_transposed(s, m, base + T::parked + 44, j0 + row0);
         }
         if constexpr ((Config::dropout || T::tight) && !Scorer<Config>::natural) {   // read again: kept until here it would cost registers
 #pragma unroll

@@ -127,6 +127,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
             Random::put_column(base + T::random_at + at * T::random_bytes + 16 * lane, seed, b, head, tile * block_k + (lane >> 3) * 32 + (lane & 7));
     };
     put_columns(current, 0);
+    if (Config::dropout && thread < T::block_q / 2) Random::put_row(base + T::rows_at + 8 * thread, seed, head, i0 + 16 * (thread >> 3) + (thread & 7));
     int words_stage = 0;
     bool fresh = true;      // this warp has seen no key
     const int top = current;
@@ -163,16 +164,16 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         };
         typename T::Packed packed;
         Random random;
-        const uint32_t waiting = base + T::random_at + words_stage * T::random_bytes + 4 * warp_n * T::keys;
+        const uint32_t columns_at = base + T::random_at + words_stage * T::random_bytes + 4 * warp_n * T::keys, rows_at = base + T::rows_at + 4 * row0;
         if (Config::dropout && next >= first) put_columns(next, words_stage ^ 1);
         const auto draw_first = [&](uint64_t seed) {
 #pragma unroll
             for (int m = 0; m < M; ++m)
-                if (m < Config::draw_first) random.draw_row(m, seed, b, head, i0 + row0, j0, lane, waiting);
+                if (m < Config::draw_first) random.draw_row(m, seed, columns_at, rows_at, lane);
         };
         const auto finish_rows = [&](int m) {
-            if (m >= Config::draw_first) random.draw_row(m, seed, b, head, i0 + row0, j0, lane, waiting);
-            random.apply(s, m, base + parked + 40, 0, lane, [](float) { return 0.f; });
+            if (m >= Config::draw_first) random.draw_row(m, seed, columns_at, rows_at, lane);
+            random.apply_row(s, m, base + parked + 40);
             T::round(s, packed, m);
         };
         const auto with_maximum = [&] {

@@ -28,7 +28,7 @@ struct ForwardTile {
     static constexpr int row_at = p_at + (warps_n > 1 ? PTile::bytes : 0), flag_at = row_at + (warps_n > 1 ? 8 * block_q : 0);
     static constexpr int parked = flag_at + (warps_n > 1 ? 4 * warps : 0);
     static constexpr int random_at = parked + 48, random_bytes = Config::dropout ? 4 * block_k : 0;   // two of these
-    static constexpr int shared_bytes = random_at + 2 * random_bytes;
+    static constexpr int rows_at = random_at + 2 * random_bytes, shared_bytes = rows_at + (Config::dropout ? 4 * block_q : 0);
     static constexpr int steps = head_dim / atom::k, key_steps = keys / atom::k;
     static_assert(warps_n == 1 || (!atom::wide && columns * atom::bytes % VTile::group == 0), "a warp's columns are whole groups of chunks");
     static constexpr bool keep_q = Config::q_in_registers;

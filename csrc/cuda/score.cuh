@@ -330,9 +330,10 @@ struct WideProduct {
     __device__ __forceinline__ void operator()(uint32_t& low, uint32_t& high, uint32_t a, uint32_t b) const { ptx::mul_wide(low, high, b, a); }
 };
 
-// The random words of a tile, drawn apart from their use so that the integer work can overlap a product. slow0 is a
-// multiple of 16 (transposed with M > 1: of 32), fast0 of 16 (forward: of 32). Forward: what depends on the key alone waits in
-// shared memory, a PhiloxColumn for each of keys 0-7, 32-39, ... of the tile; put_column leaves it there.
+// The random words of a tile, drawn apart from their use so that the integer work can overlap a product. Forward: what
+// depends on the key alone waits in shared memory, a PhiloxColumn for each of keys 0-7, 32-39, ... of the tile, and so does
+// what depends on the row alone, a PhiloxRow for each of rows 0-7, 16-23, ...; put_column and put_row leave them there.
+// Transposed: slow0 is a multiple of 16 (with M > 1: of 32), fast0 of 16.
 template <class Config, bool transposed, int M, int N>
 struct DropoutWords {
     static constexpr int pairs = transposed && M >= 2 ? 2 : 1;             // transposed: 16-key tiles that one call serves
@@ -340,43 +341,66 @@ struct DropoutWords {
     static_assert(N % (transposed ? 2 : 4) == 0, "one call serves 16 queries, or 32 keys");
     PhiloxWords words[Config::dropout ? rows : 1][columns][2];
 
-    __device__ __forceinline__ static uint32_t group(int j) { return (j >> 5) * 8 + (j & 7); }   // of keys that one call serves
+    // Of the keys, and of the rows, that one call serves.
+    __device__ __forceinline__ static uint32_t key_group(int j) { return (j >> 5) * 8 + (j & 7); }
+    __device__ __forceinline__ static uint32_t row_group(int i) { return (i >> 4) * 8 + (i & 7); }
+    __device__ __forceinline__ static uint32_t head_of(int head) { return Config::fault == dropout_ignores_head ? 0 : head; }
 
     __device__ __forceinline__ static void put_column(uint32_t at, uint64_t seed, int sequence, int head, int j) {
-        const PhiloxColumn x = philox_column(seed, group(j), Config::fault == dropout_ignores_head ? 0 : head, sequence, WideProduct{});
+        const PhiloxColumn x = philox_column(seed, key_group(j), head_of(head), sequence, WideProduct{});
         ptx::st_shared_v4(at, {x.word[0], x.word[1], x.word[2], x.word[3]});
     }
-    __device__ __forceinline__ void draw(uint64_t seed, int sequence, int head, int slow0, int fast0, int lane) {
-#pragma unroll
-        for (int m = 0; m < rows; ++m) draw_row(m, seed, sequence, head, slow0, fast0, lane);
+    __device__ __forceinline__ static void put_row(uint32_t at, uint64_t seed, int head, int i) {
+        const PhiloxRow x = philox_row(seed, row_group(i), head_of(head), WideProduct{});
+        ptx::st_shared_b64(at, static_cast<uint64_t>(x.high) << 32 | x.low);
     }
-    __device__ __forceinline__ void draw_row(int m, uint64_t seed, int sequence, int head, int slow0, int fast0, int lane, uint32_t waiting = 0) {
+
+    // Forward, tile row m: columns_at and rows_at are where those of the warp's first key and row wait.
+    __device__ __forceinline__ void draw_row(int m, uint64_t seed, uint32_t columns_at, uint32_t rows_at, int lane) {
         if constexpr (Config::dropout) {
-            const uint32_t h = Config::fault == dropout_ignores_head ? 0 : head;
-            const int slow = slow0 + 16 * pairs * m + (lane >> 2);
+            const uint64_t parked = ptx::ld_shared_volatile_b64(rows_at + 64 * m + 8 * (lane >> 2));   // else kept for a second use
+            const PhiloxRow row{static_cast<uint32_t>(parked >> 32), static_cast<uint32_t>(parked)};
 #pragma unroll
             for (int n = 0; n < columns; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int fast = fast0 + (transposed ? 16 : 32) * n + 2 * (lane & 3) + e, i = transposed ? fast : slow;
-                    PhiloxColumn column;
-                    if constexpr (transposed) column = philox_column(seed, group(slow), h, sequence, WideProduct{});
-                    else {
-                        const uint4 x = ptx::ld_shared_v4(waiting + 16 * (8 * n + 2 * (lane & 3) + e));
-                        column = {{x.x, x.y, x.z, x.w}};
-                    }
-                    words[m][n][e] = philox_finish(seed, philox_row(seed, (i >> 4) * 8 + (i & 7), h, WideProduct{}), column, WideProduct{});
+                    const uint4 x = ptx::ld_shared_v4(columns_at + 16 * (8 * n + 2 * (lane & 3) + e));
+                    words[m][n][e] = philox_finish(seed, row, PhiloxColumn{{x.x, x.y, x.z, x.w}}, WideProduct{});
                 }
         }
     }
+    __device__ __forceinline__ void draw_transposed(uint64_t seed, int sequence, int head, int slow0, int fast0, int lane) {
+        if constexpr (Config::dropout) {
+            const uint32_t h = head_of(head);
+#pragma unroll
+            for (int m = 0; m < rows; ++m)
+#pragma unroll
+                for (int n = 0; n < columns; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int j = slow0 + 16 * pairs * m + (lane >> 2), i = fast0 + 16 * n + 2 * (lane & 3) + e;
+                        const PhiloxColumn column = philox_column(seed, key_group(j), h, sequence, WideProduct{});
+                        words[m][n][e] = philox_finish(seed, philox_row(seed, row_group(i), h, WideProduct{}), column, WideProduct{});
+                    }
+        }
+    }
 
-    __device__ __forceinline__ static bool low(uint32_t word, uint32_t above) { return (word << 16) > above; }
-    __device__ __forceinline__ static bool high(uint32_t word, uint32_t above) { return word > above; }
-
-    // Applies `drop` to what is dropped in tile row m (transposed: in the `pairs` tile rows from m). `above` waits at
-    // above_at in shared memory: from a register ptxas keeps all comparisons for a second use of the words.
-    template <class Drop>
-    __device__ __forceinline__ void apply(float (&s)[M][N][4], int m, uint32_t above_at, int slow0, int lane, Drop drop) const {
+    // Forward: zeroes what is dropped in tile row m. `above` waits at above_at in shared memory: from a register ptxas keeps
+    // all comparisons for a second use of the words.
+    __device__ __forceinline__ void apply_row(float (&s)[M][N][4], int m, uint32_t above_at) const {
+        if constexpr (Config::dropout) {
+            const uint32_t above = ptx::ld_shared_volatile(above_at);
+#pragma unroll
+            for (int n = 0; n < columns; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        ptx::zero_halves(s[m][4 * n + k][e], s[m][4 * n + k][e + 2], words[m][n][e].word[k], above);
+        }
+    }
+    // Transposed: turns the sign of what is dropped in the `pairs` tile rows from m.
+    __device__ __forceinline__ void apply_transposed(float (&s)[M][N][4], int m, uint32_t above_at, int slow0) const {
         if constexpr (Config::dropout) {
             const uint32_t above = ptx::ld_shared_volatile(above_at);
 #pragma unroll
@@ -384,24 +408,14 @@ struct DropoutWords {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const PhiloxWords& w = words[m / pairs][n][e];
-                    if constexpr (!transposed) {
 #pragma unroll
-                        for (int k = 0; k < 4; ++k) {
-                            float& first = s[m][4 * n + k][e];
-                            float& second = s[m][4 * n + k][e + 2];
-                            first = low(w.word[k], above) ? first : drop(first);
-                            second = high(w.word[k], above) ? second : drop(second);
-                        }
-                    } else {
-#pragma unroll
-                        for (int k = 0; k < 2 * pairs; ++k) {
-                            uint32_t word = w.word[k];
-                            if constexpr (pairs == 1) word = ((slow0 + 16 * m) & 16) ? w.word[k + 2] : w.word[k];
-                            float& first = s[m + k / 2][2 * n][2 * (k & 1) + e];
-                            float& second = s[m + k / 2][2 * n + 1][2 * (k & 1) + e];
-                            first = low(word, above) ? first : drop(first);
-                            second = high(word, above) ? second : drop(second);
-                        }
+                    for (int k = 0; k < 2 * pairs; ++k) {
+                        uint32_t word = w.word[k];
+                        if constexpr (pairs == 1) word = ((slow0 + 16 * m) & 16) ? w.word[k + 2] : w.word[k];
+                        float& first = s[m + k / 2][2 * n][2 * (k & 1) + e];
+                        float& second = s[m + k / 2][2 * n + 1][2 * (k & 1) + e];
+                        first = (word << 16) > above ? first : -first;
+                        second = word > above ? second : -second;
                     }
                 }
         }

@@ -156,7 +156,7 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Source& source, i
         const int row = row0 + i * step;
         if (Tile::rows % step != 0 && row >= Tile::rows) break;
         const int index = first + row;
-        const bool inside = index >= begin && index < end;
+        const bool inside = static_cast<uint32_t>(index - begin) < static_cast<uint32_t>(end - begin);
         const element* pointer = source.row(index, inside);
         const uint32_t target = tile + row * Tile::pitch + ((chunk0 ^ Tile::permute(row)) << 4);
 #pragma unroll

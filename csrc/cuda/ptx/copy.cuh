@@ -75,6 +75,12 @@ __device__ __forceinline__ uint32_t ld_shared_volatile(uint32_t address) {
     return value;
 }
 
+__device__ __forceinline__ uint64_t ld_shared_volatile_b64(uint32_t address) {
+    uint64_t value;
+    asm volatile("ld.volatile.shared.b64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address) {
     uint4 value;
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "r"(address) : "memory");

@@ -107,4 +107,13 @@ __device__ __forceinline__ void red_release_add(int* address, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Zeroes x unless the low half of word, shifted up, is more than above, and y unless word is. x and y are finite or
+// don't matter: a product under a predicate costs the pipe that has room, where a choice costs the busy one.
+__device__ __forceinline__ void zero_halves(float& x, float& y, uint32_t word, uint32_t above) {
+    asm("{ .reg .pred px, py; .reg .b32 low;\n"
+        "shl.b32 low, %2, 16; setp.le.u32 px, low, %3; setp.le.u32 py, %2, %3;\n"
+        "@px mul.f32 %0, %0, 0f00000000; @py mul.f32 %1, %1, 0f00000000; }"
+        : "+f"(x), "+f"(y) : "r"(word), "r"(above));
+}
+
 }  // namespace attnlib::ptx
