@@ -67,6 +67,12 @@ struct Slice {
         }
     };
 
+    // Where the thread's n'th quad goes: a constant away from the first, where that is known.
+    __device__ __forceinline__ static number* target(number* to, int n) {
+        const Place place(threads % per_row == 0 ? 0 : n);
+        return to + place.row * ld + place.column + (threads % per_row == 0 ? n * (threads / per_row) * ld : 0);
+    }
+
     template <class From>
     __device__ __forceinline__ void load(From source, int row, int column, number* to) {
         recompute(source.stride);   // addresses of every quad, kept from tile to tile, would cost more registers than time
@@ -82,7 +88,7 @@ struct Slice {
             const element* from = next;
             if constexpr (!From::has_pages && threads % per_row == 0) next += step;
             else if (any) from = source.at(row + place.row) + column + place.column;
-            if constexpr (copied<Config>) copy_quad(to + place.row * ld + place.column, from, any);
+            if constexpr (copied<Config>) copy_quad(target(to, n), from, any);
             else held[n] = any ? source.read(from, column + place.column) : Quad<element>{};
         }
     }
@@ -91,24 +97,27 @@ struct Slice {
 #pragma unroll
         for (int n = 0; n < each; ++n) {
             const Place place(n);
-            if (place.exists) write_quad(to + place.row * ld + place.column, held[n]);
+            if (place.exists) write_quad(target(to, n), held[n]);
         }
     }
 };
 
-// A whole tile of `count` rows that stays in shared memory.
-template <class Config, int count, int size, int ld, class From, class number>
+// A whole tile that stays in shared memory, for the left of products (Tile::place).
+template <class Config, int size, class From, class number>
 __device__ __forceinline__ void load_tile(number* to, const From& source, int row) {
-    constexpr int per_row = size / 4;
+    using G = Tile<Config>;
+    constexpr int rows = G::tile_rows;
 #pragma unroll 4
-    for (int index = threadIdx.x; index < count * per_row; index += Config::threads) {
-        const int within = index / per_row, column = index % per_row * 4;
+    for (int index = threadIdx.x; index < rows * size / 4; index += Config::threads) {   // neighbours: 32 bytes of a row or more
+        const int within = index / 2 % rows, column = (index / 2 / rows * 2 + index % 2) * 4;
         const bool any = source.has(row + within) && (Config::exact || column < source.columns);
-        const auto* from = any ? source.at(row + within) + column : source.base;
-        if constexpr (copied<Config>) copy_quad(to + within * ld + column, from, any);
-        else write_quad(to + within * ld + column, any ? source.read(from, column) : decltype(source.read(from, 0)){});
+        Quad<typename Config::element> quad{};
+        if (any) quad = source.read(source.at(row + within) + column, column);
+        const int team = within / G::team_rows, y = within % G::steps, i = within % G::team_rows / G::steps;
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            to[team * G::team_rows * size + G::place(y, i / G::run, column + e) + i % G::run] = widen<number>(quad.x[e]);
     }
-    if constexpr (copied<Config>) wait_for_copies();
 }
 
 // The two buffers that slices stream through.
