@@ -102,21 +102,37 @@ struct Slice {
     }
 };
 
-// A whole tile that stays in shared memory, for the left of products (Tile::place).
+// A whole tile that stays in shared memory, for the left of products (Tile::place). Neighbours read 32 bytes of a row; all
+// quads of a flight are on their way before the first is stored.
 template <class Config, int size, class From, class number>
 __device__ __forceinline__ void load_tile(number* to, const From& source, int row) {
     using G = Tile<Config>;
-    constexpr int rows = G::tile_rows;
-#pragma unroll 4
-    for (int index = threadIdx.x; index < rows * size / 4; index += Config::threads) {   // neighbours: 32 bytes of a row or more
-        const int within = index / 2 % rows, column = (index / 2 / rows * 2 + index % 2) * 4;
-        const bool any = source.has(row + within) && (Config::exact || column < source.columns);
-        Quad<typename Config::element> quad{};
-        if (any) quad = source.read(source.at(row + within) + column, column);
-        const int team = within / G::team_rows, y = within % G::steps, i = within % G::team_rows / G::steps;
+    using Held = Quad<typename Config::element>;
+    constexpr int rows = G::tile_rows, pairs = Config::threads / 2, total = rows * size / 4;
+    constexpr int most = Config::vectors ? (sizeof(Held) > 16 ? 8 : 16) : 4, whole = (total - 1) / Config::threads + 1;
+    constexpr int flight = whole < most ? whole : most;
+    const int pair = threadIdx.x / 2, within = pair % rows, column = (pair / rows * 2 + threadIdx.x % 2) * 4;
+    const int team = within / G::team_rows, y = within % G::steps, i = within % G::team_rows / G::steps;
+    number* const own = to + team * G::team_rows * size + i % G::run;
+#pragma unroll 1
+    for (int first = 0; first < total; first += flight * Config::threads) {
+        Held held[flight];
+        const auto each = [&](const auto& use) {   // a quad's rows and columns behind the thread's first
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-            to[team * G::team_rows * size + G::place(y, i / G::run, column + e) + i % G::run] = widen<number>(quad.x[e]);
+            for (int n = 0; n < flight; ++n) {
+                const int passed = first / 2 + n * pairs, right = passed / rows * 8;
+                if (total % (flight * Config::threads) == 0 || column + right < size) use(held[n], rows > pairs ? passed % rows : 0, right);
+            }
+        };
+        each([&](Held& quad, int down, int right) {
+            const bool any = source.has(row + within + down) && (Config::exact || column + right < source.columns);
+            quad = any ? source.read(source.at(row + within + down) + column + right, column + right) : Held{};
+        });
+        each([&](const Held& quad, int down, int right) {   // places repeat every eight columns
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                own[G::place(y, i / G::run, column + e) + down * size + right * G::team_rows] = widen<number>(quad.x[e]);
+        });
     }
 }
 
