@@ -64,7 +64,7 @@ const int32_t* ints(const Address& a, int64_t& stride) {
 
 constexpr const char* kFaults[] = {"", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod",
                                    "skip_delta", "dropout_ignores_head", "leak_past_kv_len", "dv_scale",
-                                   "softcap_after_bias", "sink_forgotten"};
+                                   "softcap_after_bias", "sink_forgotten", "parts_unscaled"};
 
 void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sinks) {
     if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != 29) fail("the problem is a tuple of 29");
@@ -144,6 +144,7 @@ py::dict describe(bool backward, int family, int threads, const py::tuple& probl
     result["block_q"] = p.block_q;
     result["block_k"] = p.block_k;
     if (!backward) result["heads_together"] = p.share;
+    if (p.chunk > 0) result["keys_of_a_unit"] = p.chunk;
     result["threads"] = found.threads;
     result["workspace_bytes"] = found.workspace;
     return result;
