@@ -28,7 +28,8 @@ def describe(module: ModuleType, family: int, problem: AttentionProblem) -> dict
 
     kernel: the instruction set and the arithmetic; panels: what the copies of the tiles of q, k and v hold; block_q,
     block_k: rows and keys of a tile; heads_together: query heads of one group that share a copy of k and v; threads:
-    how many at most; split: what they divide among them; workspace_bytes: of each thread.
+    how many at most; split: what they divide among them; workspace_bytes: of each thread. Where queries are few, k and v
+    are read where they lie, and keys_of_a_unit says how many a thread takes at a time.
     """
 
     def direction(backward: bool, split: str) -> dict[str, Any]:
@@ -36,6 +37,8 @@ def describe(module: ModuleType, family: int, problem: AttentionProblem) -> dict
         return found | {"panels": found["kernel"].split()[-1], "split": split}
 
     found = direction(False, "sequences, heads, blocks of queries; never the keys of a row")
+    if "keys_of_a_unit" in found:
+        found["split"] = "sequences, key/value heads, chunks of keys; the parts of a row are merged in their order"
     if problem.grads:
         found["backward"] = direction(True, "sequences, key/value heads, blocks of keys; dq is summed in their order")
     return found
@@ -72,6 +75,7 @@ def _scalars(
         problem.page_size or 0,
         max_pages,
         new_tokens,
+        bool(problem.grads),
         *config,
     )
 

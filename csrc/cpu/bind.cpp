@@ -67,7 +67,7 @@ constexpr const char* kFaults[] = {"", "no_rescale", "ignore_window_left", "drop
                                    "softcap_after_bias", "sink_forgotten", "parts_unscaled"};
 
 void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sinks) {
-    if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != 29) fail("the problem is a tuple of 29");
+    if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != 30) fail("the problem is a tuple of 30");
     Py_ssize_t at = 0;
     auto next = [&] { return PyTuple_GET_ITEM(t, at++); };
     auto integer = [&] { return as_int(next()); };
@@ -86,6 +86,7 @@ void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sin
     p.mask_block_q = integer(), p.mask_block_k = integer();
     p.dropout_threshold = integer();
     p.num_pages = integer(), p.page_size = integer(), p.max_pages = integer(), p.new_tokens = integer();
+    p.grads = integer() != 0;
     p.block_q = integer(), p.block_k = integer();
     p.fault = static_cast<Fault>(integer());
     if (p.dim < 1 || p.dim_v < 0 || p.batch < 0 || p.block_q < 0 || p.block_k < 0) fail("a size is out of range");

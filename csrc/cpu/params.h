@@ -75,7 +75,7 @@ struct Params {
     int64_t mask_block_q = 0, mask_block_k = 0;
     int64_t dropout_threshold = 0;
     double scale = 1.0, softcap = 0.0;  // softcap 0: none
-    bool packed = false, paged = false, top_left = false;
+    bool packed = false, paged = false, top_left = false, grads = false;  // grads: a backward will follow
 
     int64_t block_q = 0, block_k = 0;  // rows and keys of a tile
     int64_t share = 1;                 // forward: query heads of a group that one unit takes together

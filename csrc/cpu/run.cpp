@@ -221,7 +221,8 @@ constexpr int64_t kChunk = 512;   // keys of a unit of few rows: what it leaves 
 // most_q rows.
 const Kernels& cut_forward(Params& p, int family, int& threads, int64_t queries, int64_t most_q, int64_t most_k) {
     if (work_of(p) < 2e6) threads = 1;
-    const bool plain = p.block_q == 0 && p.block_k == 0 && !p.dropout_threshold && p.mask_block_k == 0;
+    // backward repeats the scores of the other kernel: the same order of additions, else exp(s - lse) is off where |s| is large
+    const bool plain = !p.grads && p.block_q == 0 && p.block_k == 0 && !p.dropout_threshold && p.mask_block_k == 0;
     if (plain && queries * p.group() <= kFewRows && !p.has(Fault::head_mod)) {
         p.chunk = kChunk, p.block_q = std::max<int64_t>(1, queries), p.block_k = 64, p.share = p.group();
         return kernels_for(family, p.q.dtype, true);
@@ -356,6 +357,15 @@ void zero_key_rows(const Params& p, const std::vector<Sequence>& list) {
     }
 }
 
+// dq of rows from `begin` on.
+void zero_query_rows(const Params& p, const Sequence& s, int64_t head, int64_t begin) {
+    const View& x = p.dq;
+    const int64_t first = (p.packed ? s.q_row * x.stride[1] : s.index * x.stride[0]) + head * x.stride[2];
+    for (int64_t i = begin; i < s.q_rows; ++i) {
+        std::memset(x.data + (first + i * x.stride[1]) * x.bytes(), 0, static_cast<size_t>(p.dim * x.bytes()));
+    }
+}
+
 void store_pages(const Params& p, const Kernels& kernels) {
     for (const View* x : {&p.dk, &p.dv}) {
         if (!x->present()) continue;
@@ -399,9 +409,8 @@ void run_backward(Params& p, int family, int threads) {
     const size_t slots = static_cast<size_t>(pages ? p.num_pages * p.page_size * p.heads_kv : 0);
     Zeroed delta(static_cast<size_t>(p.rows_q * p.heads_q) * real);
     Zeroed sink_part(static_cast<size_t>((p.batch + 1) * p.heads_q) * real);
-    Zeroed dq_sum(p.dq.present() ? static_cast<size_t>(p.rows_q * p.heads_q * p.dq_width) * real : 0);
     Zeroed dk_sum(slots * static_cast<size_t>(p.dim) * real), dv_sum(slots * static_cast<size_t>(p.dim_v) * real);
-    p.delta = delta.data(), p.dsink_part = sink_part.data(), p.dq_sum = dq_sum.data();
+    p.delta = delta.data(), p.dsink_part = sink_part.data();
     p.dk_sum = dk_sum.data(), p.dv_sum = dv_sum.data();
 
     const int64_t blocks_k = ceil_div(most_k, p.block_k);
@@ -416,11 +425,20 @@ void run_backward(Params& p, int family, int threads) {
     }
 
     PoolLock lock;
-    const Workspaces spaces(threads, kernels.backward_workspace(p), static_cast<size_t>(copies) * kernels.backward_tile(p));
-    p.tiles = spaces.tiles;
+    const bool sum_dq = p.dq.present() && blocks_k > 1;
+    const size_t dq_row = static_cast<size_t>(sum_dq ? p.dq_width : 0) * real;
+    const size_t dq_bytes = (static_cast<size_t>(p.rows_q * p.heads_q) * dq_row + 63) / 64 * 64;
+    const Workspaces spaces(threads, kernels.backward_workspace(p),
+                            dq_bytes + static_cast<size_t>(copies) * kernels.backward_tile(p));
+    p.dq_sum = sum_dq ? spaces.tiles : nullptr;
+    p.tiles = spaces.tiles + dq_bytes;
     const int64_t count = static_cast<int64_t>(list.size());
     each(threads, count * p.heads_q, spaces, [&](int64_t unit, char* workspace) {
-        kernels.delta(p, list[static_cast<size_t>(unit / p.heads_q)], unit % p.heads_q, workspace);
+        const Sequence& s = list[static_cast<size_t>(unit / p.heads_q)];
+        const int64_t head = unit % p.heads_q, row = head * p.rows_q + (p.packed ? s.q_row : s.index * p.seqlen_q);
+        if (sum_dq) std::memset(p.dq_sum + static_cast<size_t>(row) * dq_row, 0, static_cast<size_t>(s.q_rows) * dq_row);
+        else if (p.dq.present()) zero_query_rows(p, s, head, s.kv_len > 0 ? s.q_len : 0);
+        kernels.delta(p, s, head, workspace);
     });
     if (p.dsinks.present()) real == 8 ? add_sinks<double>(p) : add_sinks<float>(p);
     if (!products) return;
@@ -446,7 +464,7 @@ void run_backward(Params& p, int family, int threads) {
                     kernels.backward(p, s, kv, key_block, workspace, ordered ? turns.data() : nullptr);
             }
     });
-    if (p.dq.present()) {
+    if (sum_dq) {
         each(threads, count * p.heads_q, {}, [&](int64_t unit, char*) {
             const Sequence& s = list[static_cast<size_t>(unit / p.heads_q)];
             kernels.store_dq(p, s, unit % p.heads_q, 0, s.q_rows);
