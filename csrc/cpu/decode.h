@@ -236,13 +236,8 @@ template <class T> struct Decode {
                     for (int x = 0; x < keys; ++x) sum[r * keys + x] = T::multiply_add(sum[r * keys + x], a, line[x]);
                 }
             }
-#pragma GCC unroll 4
-            for (int half = n / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-                for (int x = 0; x < half; ++x)
-                    sum[x] = interleave_low(sum[x], sum[x + half]) + interleave_high(sum[x], sum[x + half]);
             R folded[n];
-            std::memcpy(folded, &sum[0], kBytes);
+            store<R>(folded, fold<R>(sum));
             for (int r = 0; r < rows; ++r) std::memcpy(score + r * kKeys + c, folded + r * keys, keys * sizeof(R));
         }
     }

@@ -214,7 +214,8 @@ int64_t longest(const std::vector<Sequence>& list, int64_t Sequence::*member) {
     return most;
 }
 
-constexpr int64_t kFewRows = 16;  // of a key/value head: more of them pay for a transposed copy of the keys
+// Queries, and rows of a key/value head: more of them pay for a transposed copy of the keys.
+constexpr int64_t kFewQueries = 4, kFewRows = 16;
 constexpr int64_t kChunk = 512;   // keys of a unit of few rows: what it leaves is 1 % of what it reads
 
 // Fills in block sizes of 0 and the heads a unit takes; small calls get one thread. A sequence has at most `queries` in
@@ -223,7 +224,7 @@ const Kernels& cut_forward(Params& p, int family, int& threads, int64_t queries,
     if (work_of(p) < 2e6) threads = 1;
     // backward repeats the scores of the other kernel: the same order of additions, else exp(s - lse) is off where |s| is large
     const bool plain = !p.grads && p.block_q == 0 && p.block_k == 0 && !p.dropout_threshold && p.mask_block_k == 0;
-    if (plain && queries * p.group() <= kFewRows && !p.has(Fault::head_mod)) {
+    if (plain && queries <= kFewQueries && queries * p.group() <= kFewRows && !p.has(Fault::head_mod)) {
         p.chunk = kChunk, p.block_q = std::max<int64_t>(1, queries), p.block_k = 64, p.share = p.group();
         return kernels_for(family, p.q.dtype, true);
     }
