@@ -34,7 +34,9 @@ def calls(batch: int, seqlen: int, dtype: torch.dtype) -> tuple[int, dict[str, C
     return 2 * k.numel() * k.element_size(), {
         "reading": lambda: [x.amax() for x in words],
         "attnlib": lambda: attention_kvcache(q, k, v, lens, causal=True, backend="cpu"),
-        "attnlib paged": lambda: attention_kvcache(q, *pages, lens, page_table=table, causal=True, backend="cpu"),
+        "attnlib paged": lambda: attention_kvcache(
+            q, pages[0], pages[1], lens, page_table=table, causal=True, backend="cpu"
+        ),
     }
 
 
