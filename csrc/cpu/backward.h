@@ -4,8 +4,9 @@
 //   dV += (keep P / (1 - p_drop))^T dO;  dK += scale dS'^T Q;  dQ += scale dS' K;  dS' = dS (1 - tanh^2), dbias += dS
 //
 // dK and dV stay with the block; query heads of the group and query blocks follow in order. dQ is stored at once where
-// there is one key block (no p.dq_sum); else summed over key blocks in ascending order, which `turns` enforces when several threads share a head: every sum has one order, so results do
-// not depend on threads. Copies of Q and dO that several key blocks read are made before (params.tiles). Without statistics (no bias, no ALiBi) m is lse and l is 1.
+// there is one key block (no p.dq_sum); else summed over key blocks in ascending order, which `turns` enforces when several
+// threads share a head: every sum has one order, so results do not depend on threads. Copies of Q and dO that several key
+// blocks read are made before (params.tiles). Without statistics (no bias, no ALiBi) m is lse and l is 1.
 #pragma once
 
 #include <sched.h>

@@ -263,6 +263,7 @@ template <class T> struct Decode {
             w.max[r] = m;
             w.correction[r] = before - (m == -infinity<R> ? R(0) : m);
         }
+        for (int64_t r = u.rows; r < round_up(u.rows, lanes<R>); ++r) w.correction[r] = 0;
         for (int64_t r = 0; r < u.rows; r += lanes<R>) store<R>(w.correction + r, exp_of<R>(load<R>(w.correction + r)));
         Word* prob = T::per_word == 1 ? reinterpret_cast<Word*>(w.score) : w.prob;
         for (int64_t r = 0; r < u.rows; ++r) {
