@@ -561,11 +561,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _compile(arguments: Sequence[str]) -> int:
-    try:
-        from attnlib_cuda import compile as compiler
-    except ImportError as error:
-        return _fail(f"compile needs the cuda backend, which is not in this installation ({error})")
-    return int(compiler.main(arguments) or 0)
+    from . import precompile
+
+    return precompile.main(arguments)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,22 @@ def cpu_features_table() -> str:
     return "\n".join([*lines, "", "Time over the time of the plain call. " + _origin(value)])
 
 
+def cpu_decode_table() -> str:
+    """GB/s of K and V while decoding, and its share of what reading them takes."""
+    value = record.read("cpu_decode")
+    if value is None:
+        return NOT_MEASURED
+    names = list(value["results"][0]["share"])
+    lines = ["| shape | dtype | reading, GB/s | " + " | ".join(f"{name} | share" for name in names) + " |"]
+    lines.append("|---|---|--:|" + "--:|--:|" * len(names))
+    for row in value["results"]:
+        cells = [f"B{row['batch']} Sk{row['seqlen_k']}", row["dtype"], _number(row["gbs"]["reading"], 1)]
+        for name in names:
+            cells += [_number(row["gbs"][name], 1), f"{row['share'][name]:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _origin(value)])
+
+
 def overhead_table(name: str = "overhead") -> str:
     """Microseconds that a call costs on the host."""
     value = record.read(name)
@@ -206,6 +222,7 @@ def environment() -> str:
 MAKERS: Mapping[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "cpu_features": cpu_features_table,
+    "cpu_decode": cpu_decode_table,
     "overhead": overhead_table,
     "overhead_cuda": functools.partial(overhead_table, "overhead-cuda"),
     "gpu_checks": gpu_checks_table,

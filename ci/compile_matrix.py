@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attnlib.precompile import Result, progress
 from attnlib_cuda import jit, nvrtc
-from attnlib_cuda.compile import Job, Result, compile_all, progress
+from attnlib_cuda.compile import Job, compile_all
 from attnlib_cuda.matrix import Matrix, Rows, covering, label, thorough
 
 RECORD = Path(__file__).with_name("compile_matrix.json")

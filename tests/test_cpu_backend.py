@@ -401,15 +401,85 @@ def test_every_fault_is_seen(family):
     problem, tensors = lengths(problem, tensors, [40, 30], [50, 44])
     tensors.k[1, 44:], tensors.v[1, 44:] = 1.0, 1.0
     with_gradients(tensors, problem)
+    many = {fault for fault in faulty_module() if fault != "parts_unscaled"}
+    assert len(many) >= 6 and survivors(problem, tensors, family, many, block_q=16, block_k=16) == set()
+
+
+@pytest.mark.skipif(not faulty_module(), reason="needs a build with ATTNLIB_TEST_FAULTS=ON")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_faults_are_seen_where_queries_are_few(family):
+    torch.manual_seed(21)
+    problem, tensors = few(seqlen_k=1500, window=Window(1400, 1), softcap=1.5, bias=F32, sinks=F32, dtype=F64)
+    tensors.k *= torch.linspace(0.2, 3.0, 1500, dtype=F64).view(1, 1500, 1, 1)
+    problem, tensors = lengths(problem, tensors, [2, 1], [1500, 1200])
+    tensors.k[1, 1200:], tensors.v[1, 1200:] = 1.0, 1.0
+    faults = {"no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "leak_past_kv_len",
+              "softcap_after_bias", "sink_forgotten", "parts_unscaled"}  # fmt: skip
+    assert survivors(problem, tensors, family, faults) == set()
+
+
+def survivors(problem, tensors, family, faults, **config):
+    """The faults that change no result; without any, the results are right."""
     expected = run(ReferencePlan(), problem, tensors)
-    survivors = []
-    for fault in faulty_module():
-        result = run(plan_of(problem, family, block_q=16, block_k=16, fault=fault), problem, tensors)
+    assert_close(problem, run(plan_of(problem, family, **config), problem, tensors), expected)
+    found = set()
+    for fault in faults:
+        result = run(plan_of(problem, family, fault=fault, **config), problem, tensors)
         try:
             assert_close(problem, result, expected)
         except AssertionError:
             continue
-        survivors.append(fault)
-    assert len(faulty_module()) >= 6 and not survivors
-    sound = run(plan_of(problem, family, block_q=16, block_k=16), problem, tensors)
-    assert_close(problem, sound, expected)
+        found.add(fault)
+    return found
+
+
+# ---------------------------------------------------------------- few queries, many keys
+
+
+def few(seqlen_k=700, seqlen_q=2, **options):
+    """A problem that is cut by keys: no gradients, few queries."""
+    return dense(seqlen_q=seqlen_q, seqlen_k=seqlen_k, grads=(), **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [F64, F32, F16, BF16])
+@pytest.mark.parametrize(("heads", "heads_kv", "seqlen_q"), [(8, 2, 1), (3, 3, 1), (6, 1, 2), (8, 2, 4), (5, 1, 3)])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (40, 33), (128, 96), (1, 7)])
+def test_few_queries(family, dtype, heads, heads_kv, seqlen_q, dim, dim_v):
+    torch.manual_seed(22)
+    sizes = {"heads": heads, "heads_kv": heads_kv, "seqlen_q": seqlen_q, "dim": dim, "dim_v": dim_v, "dtype": dtype}
+    for seqlen_k in (1, 65, 1100):
+        check(*few(seqlen_k, **sizes), family)
+        check(*few(seqlen_k, window=Window(600, 0), alibi=True, sinks=F32, **sizes), family)
+        check(*few(seqlen_k, mask=True, bias=BF16, softcap=2.0, scale=-0.3, **sizes), family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_few_queries_do_not_see_what_is_hidden(family, dtype):
+    torch.manual_seed(23)
+    problem, tensors = few(900, seqlen_q=3, dtype=dtype, dim=32, mask=True, window=Window(500, 0))
+    tensors.mask[0, :, :, 700], tensors.mask[1, :2, :, 701] = False, False
+    tensors.k[0, 700, 0], tensors.v[0, 700, 1], tensors.v[1, 701, 0, 3] = NAN, math.inf, NAN
+    tensors.v[:, 899, 1, 5] = NAN  # seen by the last query only
+    result = check(problem, tensors, family)
+    assert result.out[:, :2].isfinite().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_few_queries_are_bitwise_the_same_for_any_threads_and_neighbours(family):
+    torch.manual_seed(24)
+    problem, tensors = few(1300, batch=3, dtype=BF16, dim=64, heads=8, heads_kv=4)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 16):
+            torch.set_num_threads(threads)
+            results.append(run(plan_of(problem, family), problem, tensors))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        bitwise(results[0], other)
+    single, alone = few(1300, batch=1, dtype=BF16, dim=64, heads=8, heads_kv=4)
+    alone.q, alone.k, alone.v = tensors.q[2:], tensors.k[2:], tensors.v[2:]
+    assert torch.equal(run(plan_of(single, family), single, alone).out[0], results[0].out[2])

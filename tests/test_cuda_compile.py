@@ -18,6 +18,7 @@ import torch
 from tiny_kernel import SPEC, Config, csrc, folder  # noqa: F401 (fixtures)
 
 import attnlib_cuda
+from attnlib import precompile
 from attnlib.errors import ArgumentError
 from attnlib.problem import AttentionProblem, Window
 from attnlib_cuda import compile as compiler
@@ -25,6 +26,7 @@ from attnlib_cuda import jit, nvrtc, shipped
 from attnlib_cuda.matrix import ARCHS, Matrix, covering, label, thorough
 
 ROOT = Path(__file__).resolve().parents[1]
+COMPILER: Any = compiler
 
 
 def build(arch: str, values: Mapping[str, Any]) -> list[jit.KernelSpec]:
@@ -150,13 +152,13 @@ def test_compile_command(kernels: Path, tmp_path: Path, capsys: pytest.CaptureFi
     backward = {**shape, "dtype": "bfloat16", "head_dim": 128, "grads": ["q", "k", "v"], "window": [None, 0]}
     file.write_text(json.dumps([{**shape, "dtype": "float16"}, backward]))
     arguments = ["--arch", "sm_80,sm_90", "--problems", str(file), "--jobs", "2"]
-    assert compiler.main([*arguments, "--json"]) == 0
+    assert precompile.main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kernels"], found["compiled"], found["failed"]) == (6, 6, 0)
     assert found["archs"] == ["sm_80", "sm_90a"] and found["cache"] == str(kernels)
     assert len([path for path in kernels.iterdir() if not path.name.startswith(".")]) == 6
     assert all(result["registers"] > 0 and Path(result["path"]).is_dir() for result in found["results"])
-    assert compiler.main(arguments) == 0
+    assert precompile.main(arguments) == 0
     assert "6 kernels for sm_80, sm_90a: 0 compiled, 0 failed" in capsys.readouterr().out
 
 
@@ -164,8 +166,8 @@ def test_compile_ignores_that_calls_may_not(kernels: Path, capsys: pytest.Captur
     from attnlib import settings
 
     with settings.override(jit="never"):
-        problem = compiler.common_problems()[0]
-        assert compiler.run(["sm_80"], [problem], workers=1) == 0
+        problem = precompile.common_problems()[0]
+        assert precompile.run({"sm_80": COMPILER}, [problem], workers=1) == 0
     assert "1 compiled" in capsys.readouterr().out
 
 
@@ -173,7 +175,7 @@ def test_compile_reports_failures(kernels: Path, monkeypatch: pytest.MonkeyPatch
     bad = dataclasses.replace(SPEC, params_size=1)
     monkeypatch.setattr(attnlib_cuda.config, "kernels", lambda problem, arch: [SPEC, bad])
     out = io.StringIO()
-    assert compiler.run(["sm_80"], compiler.common_problems()[:1], workers=1, out=out) == 1
+    assert precompile.run({"sm_80": COMPILER}, precompile.common_problems()[:1], workers=1, out=out) == 1
     assert "failed: tiny for sm_80: tiny does not compile" in out.getvalue() and "1 failed" in out.getvalue()
 
 
@@ -184,34 +186,36 @@ def test_compile_without_nvrtc(
         raise nvrtc.NvrtcMissing("NVRTC was not found")
 
     monkeypatch.setattr(nvrtc, "find", missing)
-    assert compiler.run(["sm_80"], compiler.common_problems()[:1]) == 2
+    assert precompile.run({"sm_80": COMPILER}, precompile.common_problems()[:1]) == 2
     assert "NVRTC was not found" in capsys.readouterr().err
 
 
 def test_architectures_and_problems_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compiler.parse_archs("sm_80, sm_90,sm_90a,sm_120") == ["sm_80", "sm_90a", "sm_120"]
+    assert list(precompile.choose("sm_80, sm_90,sm_90a,sm_120")) == ["sm_80", "sm_90a", "sm_120"]
     for text in ("sm_70", "gfx942", "sm_999", ""):
         with pytest.raises(ArgumentError, match="--arch"):
-            compiler.parse_archs(text)
+            precompile.choose(text, "cuda")
+    with pytest.raises(ArgumentError, match="--backend: needs one of cuda, triton, got 'cpu'"):
+        precompile.choose("sm_80", "cpu")
     base = {"dtype": "float16", "batch": 1, "seqlen_q": 4, "seqlen_k": 4, "num_heads_q": 1, "head_dim": 64}
-    made = compiler.problem_of({**base, "window": [3, None], "sinks": "float32"}, "here")
+    made = precompile.problem_of({**base, "window": [3, None], "sinks": "float32"}, "here")
     assert made.scale == 0.125 and made.num_heads_kv == 1 and made.head_dim_v == 64
     assert made.window == Window(3, None) and made.sinks == torch.float32 and hash(made)
     for record, text in (({**base, "head": 3}, "unknown field head"), ({**base, "dtype": "half2"}, "half2"),
                          ({"dtype": "float16"}, "head_dim")):  # fmt: skip
         with pytest.raises(ArgumentError, match=f"here: .*{text}"):
-            compiler.problem_of(record, "here")
+            precompile.problem_of(record, "here")
     for content in ("{", "{}", "[1]"):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ArgumentError, match="--problems"):
-            compiler.read_problems(tmp_path / "bad.json")
+            precompile.read_problems(tmp_path / "bad.json")
     with pytest.raises(SystemExit):
-        compiler.main(["--arch", "sm_70", "--common"])
-    assert "needs sm_75 or later" in capsys.readouterr().err
+        precompile.main(["--arch", "sm_70", "--common"])
+    assert "needs an architecture of cuda or triton, got 'sm_70'" in capsys.readouterr().err
 
 
 def test_common_problems() -> None:
-    problems = compiler.common_problems()
+    problems = precompile.common_problems()
     assert len(set(problems)) == len(problems) > 30
     assert {problem.head_dim for problem in problems} == {64, 128}
     assert any(problem.grads for problem in problems) and any(problem.page_size for problem in problems)

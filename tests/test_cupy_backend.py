@@ -115,8 +115,9 @@ def test_short_query_lists_share_out_their_keys():
         device = Target("cuda", "sm_90", 0, resources=Resources(132, 227 << 10, 50 << 20, 32))
         return config.splits(asked, device, config.tile(asked, device, False))
 
-    assert splits() == 32 and splits(batch=4) == 16  # 64 tiles of keys, 264 blocks
-    assert splits(batch=200) == splits(seqlen_q=300) == splits(seqlen_k=200) == 1
+    assert splits(seqlen_q=8) == 33 and splits(seqlen_q=8, batch=200) == 1  # 264 blocks
+    assert splits() == 32 and splits(batch=200) == 16 and splits(batch=5000) < 4  # 512 keys, not too many blocks
+    assert splits(seqlen_q=300) == splits(seqlen_k=200) == splits(batch=200, seqlen_k=600) == 1
     assert splits(dropout_p=0.5) == splits()  # lse has the same bits
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnlib.conformance import parallel, problems
 
@@ -80,15 +81,15 @@ def test_time_limit_leaves_the_rest() -> None:
 
 
 def test_problems_of_a_backend_without_its_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from attnlib_cuda import compile as cuda_compile
+    from attnlib import precompile
     from attnlib_cuda import config
 
     found = problems.collect("cuda", "sm_90", "core", only=("/plain/", "/everything/", "decode-paged/"))
-    assert {problem.dtype for problem in found} >= {cuda_compile._dtype("float32"), cuda_compile._dtype("bfloat16")}
+    assert {problem.dtype for problem in found} >= {torch.float32, torch.bfloat16}
     assert any(problem.grads for problem in found) and any(problem.page_size for problem in found)
     path = tmp_path / "problems.json"
     path.write_text(json.dumps([problems.record(problem) for problem in found]))
-    assert cuda_compile.read_problems(path) == found
+    assert precompile.read_problems(path) == found
     assert all(config.kernels(problem, "sm_90a") for problem in found)
     assert problems.main(["--backend", "cuda", "--arch", "gfx942"]) == 2
     assert "gfx942" in capsys.readouterr().err

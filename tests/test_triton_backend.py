@@ -58,7 +58,7 @@ def test_every_architecture_has_tiles_that_fit(name: str, dtype: torch.dtype, di
 
                 chosen, with_ = choose()
                 assert choose() == (chosen, with_)
-                shape = (chosen.block_m, chosen.block_n, with_.warps, with_.stages)
+                shape = config.Shape(chosen.block_m, chosen.block_n, with_.warps, with_.stages)
                 assert config.shared_bytes(asked, arch, shape, kernel != "forward") <= arch.shared_bytes
                 assert chosen.block_m >= 16 and chosen.block_n >= 32
                 assert config.width(dims[0]) >= dims[0] and config.width(dims[1]) >= dims[1]
@@ -75,7 +75,7 @@ def test_a_bias_takes_shared_memory():
     dims = {"head_dim": 128, "head_dim_v": 128}
     plain, biased = (config.forward(problem(bias=bias, **dims), known("sm_86")) for bias in (None, torch.float64))
     assert plain[0].block_m * plain[0].block_n > biased[0].block_m * biased[0].block_n
-    shape = (128, 128, 8, 3)
+    shape = config.Shape(128, 128, 8, 3)
     more = config.shared_bytes(problem(bias=torch.float64), known("sm_90"), shape)
     assert more == config.shared_bytes(problem(), known("sm_90"), shape) + 2 * 128 * 128 * 8
 

@@ -51,9 +51,18 @@ class CpuBackend(BackendBase):
         super().__init__("cpu", _FAMILIES)
 
     @property
-    def faults(self) -> Mapping[str, str]:
+    def faults(self) -> Mapping[str, Any]:
         """Faults that config={"fault": name} switches on, in builds made with ATTNLIB_TEST_FAULTS; else none."""
-        return {name: name.replace("_", " ") for name in getattr(_module("_cpu_faults"), "faults", ())[1:]}
+        from attnlib.conformance.faults import Fault
+
+        found: dict[str, Any] = {
+            name: name.replace("_", " ") for name in getattr(_module("_cpu_faults"), "faults", ())[1:]
+        }
+        if "parts_unscaled" in found:
+            found["parts_unscaled"] = Fault(
+                "chunks of keys are added up whatever their maxima", ("size-1x1021", "decode")
+            )
+        return found
 
     def available(self, family: str, target: Target) -> tuple[Refusal, ...]:
         """BUILD where the extension is missing; ARCH where the processor lacks the instruction set."""

@@ -3,24 +3,49 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import get_num_threads
 
 from attnlib.problem import AttentionProblem, Tensors
 
 _DTYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, None: 1}
-# the order of enum Operand in csrc/cpu/bind.cpp; in it, forward stops before dout
-_FORWARD = (
+# the order of enum Operand in csrc/cpu/bind.cpp
+_OPERANDS = (
     "q", "k", "v", "out", "lse", "stats", "bias", "mask", "alibi_slopes", "sinks", "block_mask", "q_lens", "kv_lens",
     "cu_seqlens_q", "cu_seqlens_k", "page_table", "k_new", "v_new", "new_lens", "dropout_seed",
+    "dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks",
 )  # fmt: skip
-_BACKWARD = ("dout", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
-_NO_BACKWARD = (None,) * len(_BACKWARD)
+_INDEX = {name: index for index, name in enumerate(_OPERANDS)}
+_FORMS = 64  # of calls that a plan keeps
 
 
-def _address(x: torch.Tensor | None) -> tuple[int, ...] | None:
-    return None if x is None else (x.data_ptr(), *x.stride())
+class _Form(NamedTuple):
+    """What a problem decides of its calls: the scalars, in the compiled module, and which operands to pass."""
+
+    problem: AttentionProblem
+    call: Any
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]  # starts with those of forward
+
+
+def _operands(problem: AttentionProblem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The operands that there may be, of forward and of backward."""
+    given = {
+        "stats": problem.needs_stats, "bias": problem.bias, "mask": problem.mask, "alibi_slopes": problem.alibi,
+        "sinks": problem.sinks, "block_mask": problem.block_mask, "q_lens": problem.lengths or problem.append,
+        "kv_lens": problem.lengths or problem.append, "cu_seqlens_q": problem.packed, "cu_seqlens_k": problem.packed,
+        "page_table": problem.page_size, "k_new": problem.append, "v_new": problem.append, "new_lens": problem.append,
+        "dropout_seed": problem.dropout_threshold, "dbias": "bias" in problem.grads, "dsinks": "sinks" in problem.grads,
+    }  # fmt: skip
+    names = tuple(name for name in _OPERANDS if given.get(name, True))
+    return names[: names.index("dout")], names
+
+
+def _addresses(tensors: Tensors, names: tuple[str, ...]) -> tuple[Any, ...]:
+    fields = tensors.__dict__
+    return tuple([None if (x := fields[name]) is None else (x.data_ptr(), x.stride()) for name in names])
 
 
 def describe(module: ModuleType, family: int, problem: AttentionProblem) -> dict[str, Any]:
@@ -28,7 +53,8 @@ def describe(module: ModuleType, family: int, problem: AttentionProblem) -> dict
 
     kernel: the instruction set and the arithmetic; panels: what the copies of the tiles of q, k and v hold; block_q,
     block_k: rows and keys of a tile; heads_together: query heads of one group that share a copy of k and v; threads:
-    how many at most; split: what they divide among them; workspace_bytes: of each thread.
+    how many at most; split: what they divide among them; workspace_bytes: of each thread. Where queries are few, k
+    and v are read where they lie, and keys_of_a_unit says how many a thread takes at a time.
     """
 
     def direction(backward: bool, split: str) -> dict[str, Any]:
@@ -36,6 +62,8 @@ def describe(module: ModuleType, family: int, problem: AttentionProblem) -> dict
         return found | {"panels": found["kernel"].split()[-1], "split": split}
 
     found = direction(False, "sequences, heads, blocks of queries; never the keys of a row")
+    if "keys_of_a_unit" in found:
+        found["split"] = "sequences, key/value heads, chunks of keys; the parts of a row are merged in their order"
     if problem.grads:
         found["backward"] = direction(True, "sequences, key/value heads, blocks of keys; dq is summed in their order")
     return found
@@ -72,6 +100,7 @@ def _scalars(
         problem.page_size or 0,
         max_pages,
         new_tokens,
+        bool(problem.grads),
         *config,
     )
 
@@ -83,22 +112,27 @@ class CpuPlan:
         self._module = module
         self._family = family
         self._config = (block_q, block_k, fault)
+        self._forms: dict[int, _Form] = {}  # by id of the problem, which each keeps alive
 
     def forward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         """Fill out, lse and stats; append k_new and v_new first."""
-        fields = tensors.__dict__
-        operands = tuple([_address(fields[name]) for name in _FORWARD]) + _NO_BACKWARD
-        self._module.forward(self._family, torch.get_num_threads(), self._scalars(problem, tensors), operands)
+        form = self._forms.get(id(problem)) or self._form(problem, tensors)
+        form.call.forward(get_num_threads(), _addresses(tensors, form.forward))
 
     def backward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         """Fill the gradients that are not None."""
-        fields = tensors.__dict__
-        operands = tuple([_address(fields[name]) for name in (*_FORWARD, *_BACKWARD)])
-        self._module.backward(self._family, torch.get_num_threads(), self._scalars(problem, tensors), operands)
+        form = self._forms.get(id(problem)) or self._form(problem, tensors)
+        form.call.backward(get_num_threads(), _addresses(tensors, form.backward))
 
-    def _scalars(self, problem: AttentionProblem, tensors: Tensors) -> tuple[Any, ...]:
+    def _form(self, problem: AttentionProblem, tensors: Tensors) -> _Form:
         table, fresh = tensors.page_table, tensors.k_new
-        if table is None and fresh is None:
-            return _scalars(problem, self._config)
         pages = (0, 0) if table is None else (tensors.k.shape[0], table.shape[1])
-        return _scalars(problem, self._config, *pages, 0 if fresh is None else fresh.shape[1])
+        scalars = _scalars(problem, self._config, *pages, 0 if fresh is None else fresh.shape[1])
+        forward, backward = _operands(problem)
+        call = self._module.Call(self._family, scalars, tuple([_INDEX[name] for name in backward]))
+        form = _Form(problem, call, forward, backward)
+        if table is None and fresh is None:  # else sizes of operands are among the scalars
+            if len(self._forms) >= _FORMS:
+                self._forms.clear()
+            self._forms[id(problem)] = form
+        return form

@@ -43,6 +43,8 @@ def _room(problem: AttentionProblem, target: Target) -> list[Refusal]:
 class CudaBackend(BackendBase):
     """Families sm_80 (mma.sync, cp.async) and sm_75 (float16; compiled from the same source, never run so far)."""
 
+    compiler = "attnlib_cuda.compile"
+
     def __init__(self, fault: str = "") -> None:
         families = (
             Family("sm_90", _SM90, "wgmma kernels for Hopper; what they do not cover runs on those of sm_80"),

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from attnlib.precompile import common_problems
 from attnlib.problem import AttentionProblem
 
-from .compile import common_problems
 from .config import kernels
 from .matrix import Matrix
 from .spec import KernelSpec

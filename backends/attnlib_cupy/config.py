@@ -16,6 +16,7 @@ from attnlib.backend import Target
 from attnlib.problem import AttentionProblem
 
 THREADS = 128
+SHORT = 4  # queries for which reading the keys is everything
 FAULTS = (
     "", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "skip_delta",
     "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale",
@@ -68,10 +69,7 @@ class Shape(Rows):
 
     def shared_bytes(self, backward: bool) -> int:
         """Shared memory of one block; the paged backward keeps one int a thread beside its buffers."""
-        width = 16 // self.number_bytes
-        row = self.head_dim + width + self.tile_columns + 2 * width
-        if backward:
-            row += self.head_dim_v + width
+        row = self.head_dim + self.tile_columns + (self.head_dim_v if backward else 0)
         found = 4 * THREADS if backward and self.paged else 0
         return (self.tile_rows * row + 2 * self.slice) * self.number_bytes + found
 
@@ -120,32 +118,25 @@ def rows_needed(problem: AttentionProblem) -> int:
     return min(128, 1 << max(0, problem.seqlen_q - 1).bit_length())
 
 
-# 96 sums a thread, which leaves room for three blocks.
-_LIGHT = (
-    {"lanes": 8, "rows": 8, "tile_columns": 32, "depth": 32},
-    {"lanes": 8, "rows": 4, "tile_columns": 64, "depth": 32},
-)
-
-
 def _shapes(problem: AttentionProblem, backward: bool) -> Iterator[dict[str, int]]:
     """Tiles by preference: many rows a thread, long slices, then whatever fits."""
     dim = max(problem.head_dim_v, problem.head_dim if backward else 0)
     double = problem.dtype == torch.float64
     lanes = 8 if dim <= 96 else 16 if dim <= 192 else 32
     needed = rows_needed(problem) if not backward else 128
-    if needed <= 4:
+    if needed <= SHORT:
         lanes = 32
     most = 4 if double or backward else 8
     if backward and dim > 256:
         most = 2
     columns = 64 if lanes == 8 or (double and backward) else 128
-    if problem.dtype == torch.float32 and not backward and needed >= 64 and max(problem.head_dim, dim) <= 128:
-        yield _LIGHT[0] if dim <= 64 else _LIGHT[1]
+    # Slices that pass through registers are short where tiles are wide.
+    depths = (32, 16) if lanes == 8 or (problem.dtype == torch.float32 and needed > SHORT) else (16,)
     for rows in (8, 4, 2, 1):
         if rows > most or (rows > 1 and THREADS // lanes * rows >= 2 * needed):
             continue
-        for depth in (32, 16) if lanes == 8 else (16,):  # long slices take registers that wide tiles need
-            for tile_columns in (columns, columns // 2):
+        for tile_columns in (columns, columns // 2):
+            for depth in depths:
                 if tile_columns >= max(lanes, 32):
                     yield {"lanes": lanes, "rows": rows, "tile_columns": tile_columns, "depth": depth}
 
@@ -167,9 +158,8 @@ def tile(
     needs = 0
     for choice in _shapes(problem, backward):
         # What else a score takes is registers and code, never another tile: lse has the same bits with dropout.
-        plain = not backward and not common["full"]
-        blocks, unroll = 3 if plain and choice in _LIGHT else 2, 2 if plain else 1
-        shape = {"blocks": blocks, "unroll": unroll} | choice | dict(wanted or {})
+        unroll = 1 if backward or common["full"] or rows_needed(problem) <= SHORT else 4
+        shape = {"blocks": 2, "unroll": unroll} | choice | dict(wanted or {})
         held = shape["rows"] * shape["tile_columns"] // shape["lanes"]
         if held > 64 or shape["tile_columns"] < shape["lanes"]:
             raise ValueError(f"tile: needs 1 to 64 scores a thread, got {held}")
@@ -201,13 +191,15 @@ def rows_of(shape: Shape) -> Rows:
 
 
 def splits(problem: AttentionProblem, target: Target, shape: Shape) -> int:
-    """Parts that the keys are cut into, so that a short query list still fills the device."""
+    """Parts of the keys: a short query list still fills the device, and heads read the same keys at the same time."""
     if target.resources is None or problem.seqlen_q > 128:
         return 1
     tiles, units = query_grid(problem, shape)
-    blocks = max(1, tiles * units)
-    slots = 2 * target.resources.multiprocessors
-    return max(1, min(slots // blocks, problem.seqlen_k // (2 * shape.tile_columns), 64))
+    blocks, multiprocessors = max(1, tiles * units), target.resources.multiprocessors
+    found = min(2 * multiprocessors // blocks, problem.seqlen_k // (2 * shape.tile_columns))
+    if rows_needed(problem) <= SHORT:
+        found = max(found, min(128 * multiprocessors // blocks, problem.seqlen_k // 512))
+    return max(1, min(found, 64))
 
 
 def query_grid(problem: AttentionProblem, shape: Shape) -> tuple[int, int]:

@@ -15,6 +15,9 @@ from attnlib.problem import AttentionProblem
 from . import archs
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
+# what explain tells of a kernel's machine code
+_TOLD = ("registers", "spills", "shared_bytes", "waves", "matrix")
+_UNTOLD = "not recorded; attnlib compile --json tells them"
 _GPU = Capabilities(
     device_kinds=frozenset({"rocm", "cuda"}), dtypes=_DTYPES, archs=(*archs.AMD, "sm_80+"), max_head_dim=256
 )
@@ -24,6 +27,7 @@ _INTERPRETER = Capabilities(device_kinds=frozenset({"cpu"}), dtypes=_DTYPES, max
 class TritonBackend(BackendBase):
     """One family. Under TRITON_INTERPRET=1 it takes CPU tensors instead, which Triton's interpreter works on."""
 
+    compiler = "attnlib_triton.compile"
     test_configs = ({"block_m": 16, "block_n": 64}, {"block_m": 64, "block_n": 32})
 
     def __init__(self) -> None:
@@ -37,9 +41,17 @@ class TritonBackend(BackendBase):
         return archs.refusals(target)
 
     def check(self, problem: AttentionProblem, family: str, target: Target) -> tuple[Refusal, ...]:
-        from . import config
+        from . import amd, config
 
         arch = archs.arch_of(target)
+        wide = max(config.width(problem.head_dim), config.width(problem.head_dim_v))
+        if arch.amd and wide > (most := amd.limit(problem, arch)):
+            name = str(problem.dtype).removeprefix("torch.")
+            needs = f"at most {most} in {name} on {arch.name}" + (
+                ", where there is a backward" if problem.grads else ""
+            )
+            remedy = f"kernels for more spill {amd.SPILLS} registers or more there; another backend: cupy or reference"
+            return (Refusal(RefusalCode.HEAD_DIM, "head_dim", needs, str(wide), remedy),)
         lengths = [dataclasses.replace(problem, seqlen_q=length) for length in (16, 64, 128)]
         try:
             for one in lengths:
@@ -69,9 +81,17 @@ class TritonBackend(BackendBase):
             raise UnsupportedError(f"triton: config: {error}") from error
 
     def describe(self, problem: AttentionProblem, family: str, target: Target) -> Mapping[str, Any]:
+        from . import compile, figures
         from .plan import TritonPlan
 
-        return TritonPlan(problem, target).describe()
+        found = dict(TritonPlan(problem, target).describe())
+        if target.arch not in archs.AMD:
+            return found
+        noted = compile.recorded(problem, target.arch)
+        for name in ("forward", *(name for name in found if name.endswith("_gradient"))):
+            told = {key: getattr(noted[name], key) for key in _TOLD} if name in noted else {"figures": _UNTOLD}
+            found |= told if name == "forward" else {name: found[name] | told}
+        return found | ({"compiled_by": f"Triton {figures.version()}"} if noted else {})
 
 
 backend = TritonBackend()

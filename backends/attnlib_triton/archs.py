@@ -18,6 +18,7 @@ class Arch:
     """What a configuration depends on. kind: cdna, rdna, nvidia or interpreter; shared_bytes is a program's limit.
 
     vgprs: registers a lane of one SIMD has, granule: in steps of how many they are given out, waves: at most on a SIMD.
+    pool_bytes: shared memory of the `simds` SIMDs that a program may be spread over.
     """
 
     name: str
@@ -29,6 +30,8 @@ class Arch:
     vgprs: int = 0
     granule: int = 0
     waves: int = 0
+    pool_bytes: int = 0
+    simds: int = 4
 
     @property
     def amd(self) -> bool:
@@ -37,11 +40,11 @@ class Arch:
 
 _KIB, _MIB = 1 << 10, 1 << 20
 AMD = {
-    "gfx90a": Arch("gfx90a", "cdna", 64 * _KIB, 104, 8 * _MIB, 64, 512, 8, 8),
-    "gfx942": Arch("gfx942", "cdna", 64 * _KIB, 304, 4 * _MIB, 64, 512, 8, 8),
-    "gfx950": Arch("gfx950", "cdna", 160 * _KIB, 256, 4 * _MIB, 64, 512, 8, 8),
-    "gfx1100": Arch("gfx1100", "rdna", 64 * _KIB, 96, 6 * _MIB, 32, 1536, 24, 16),
-    "gfx1201": Arch("gfx1201", "rdna", 64 * _KIB, 64, 8 * _MIB, 32, 1536, 24, 16),
+    "gfx90a": Arch("gfx90a", "cdna", 64 * _KIB, 104, 8 * _MIB, 64, 512, 8, 8, 64 * _KIB),
+    "gfx942": Arch("gfx942", "cdna", 64 * _KIB, 304, 4 * _MIB, 64, 512, 8, 8, 64 * _KIB),
+    "gfx950": Arch("gfx950", "cdna", 160 * _KIB, 256, 4 * _MIB, 64, 512, 8, 8, 160 * _KIB),
+    "gfx1100": Arch("gfx1100", "rdna", 64 * _KIB, 96, 6 * _MIB, 32, 1536, 24, 16, 128 * _KIB),
+    "gfx1201": Arch("gfx1201", "rdna", 64 * _KIB, 64, 8 * _MIB, 32, 1536, 24, 16, 128 * _KIB),
 }
 _SHARED = {80: 163, 86: 99, 87: 163, 88: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 _MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 188}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from attnlib.problem import AttentionProblem
 
+from . import amd
 from .archs import Arch, interpreted
 
 GRADIENTS = ("query_gradient", "key_gradient", "bias_gradient")
@@ -52,8 +53,14 @@ class Features:
     alibi: bool
     dropout: bool
     pack: bool
+    maps: bool  # the copy engine fetches tiles
     block_m: int
     block_n: int
+
+    @property
+    def even(self) -> bool:
+        """Whether all that lies outside of a sequence lies outside of its operand."""
+        return not (self.packed or self.lengths or self.paged or self.left)
 
     @property
     def natural(self) -> bool:
@@ -81,6 +88,7 @@ class ForwardConfig(Features):
     sinks: bool
     stats: bool
     split: bool = False
+    lag: bool = False  # with maps: a tile's product with v runs beside the next tile's exponentials
     flip: bool = False  # the scale is negative, and q gets its sign
 
 
@@ -111,10 +119,11 @@ class RowsConfig(Features):
 
 @dataclass(frozen=True)
 class Launch:
-    """Warps a program has, and stages of its pipeline."""
+    """Warps a program has, stages of its pipeline, registers a thread may have on NVIDIA (0: as many as there are)."""
 
     warps: int
     stages: int
+    registers: int = 0
 
 
 def chunks(dim: int) -> tuple[int, int]:
@@ -161,7 +170,7 @@ def precision(problem: AttentionProblem, arch: Arch) -> str:
 
 def exact(problem: AttentionProblem, arch: Arch) -> bool:
     """Whether q.k is not made of tf32 products: transposed they are summed in another order, and exp magnifies that."""
-    return problem.dtype == torch.float32 and arch.kind in ("interpreter", "nvidia") and not problem.tf32
+    return problem.dtype == torch.float32 and arch.kind in ("interpreter", "nvidia", "rdna") and not problem.tf32
 
 
 def features(problem: AttentionProblem, arch: Arch) -> dict[str, Any]:
@@ -190,30 +199,42 @@ def features(problem: AttentionProblem, arch: Arch) -> dict[str, Any]:
         "alibi": problem.alibi,
         "dropout": problem.dropout_threshold > 0,
         "pack": False,
+        "maps": False,
     }
 
 
-_Shape = tuple[int, int, int, int]  # block_m, block_n, warps, stages
+def mappable(problem: AttentionProblem, arch: Arch) -> bool:
+    """Whether the copy engine of sm_90 can fetch tiles: rows as wide as they are held, and tiles to be seen whole."""
+    plain = problem.bias is None and not (problem.mask or problem.alibi) and problem.block_mask is None
+    whole = all(chunks(dim) == (dim, 0) for dim in (problem.head_dim, problem.head_dim_v))
+    unpaged = problem.page_size is None and problem.window.left is None
+    return arch.name == "sm_90" and problem.dtype.itemsize == 2 and plain and whole and unpaged
 
 
-def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[_Shape]:
-    """Tile shapes by preference; the first whose tiles fit into shared memory is taken."""
+class Shape(NamedTuple):
+    """A tile and how it is worked on: as in Features, Launch and ForwardConfig; maps, lag: where that is possible."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    registers: int = 0
+    maps: bool = False
+    lag: bool = False
+
+
+def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[tuple[Any, ...]]:
+    """Shapes by preference, as the first fields of Shape; the first that fits into shared memory is taken."""
     size = rows(problem)
     dim = max(width(problem.head_dim), width(problem.head_dim_v))
     single = problem.dtype == torch.float32
     if arch.kind == "interpreter":
         return [(min(size, 64), 128, 4, 1)]
+    if arch.amd:
+        return [amd.tile(problem, arch, "forward", dim, size)]
     if size < 128:
-        keys = 32 if single or dim > 128 or arch.kind == "rdna" else 64
-        return [(size, n, 4, s) for n in (keys, 32) for s in ((1,) if arch.amd else (3, 2, 1))]
-    if arch.kind == "rdna":
-        if single:
-            return [(32, 32, 8, 1)]
-        return [(64, 32, 8 if dim > 64 else 4, 1), (32, 32, 4, 1)]
-    if arch.kind == "cdna":
-        if single:
-            return [(64, 32, 4, 1), (32, 32, 4, 1)]
-        return [(128, 64, 8 if dim > 128 else 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)]
+        keys = 32 if single or dim > 128 else 64
+        return [(size, n, 4, s) for n in (keys, 32) for s in (3, 2, 1)]
     if single:
         return [(64, 32, 4, s) for s in (2, 1)] + [(32, 32, 4, 1)]
     small_tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)]
@@ -225,16 +246,14 @@ def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[_Shape]:
     return [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
 
 
-def _gradient_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list[_Shape]:
+def _gradient_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list[tuple[Any, ...]]:
     """As _forward_shapes, for "query_gradient" (whose programs own queries), "key_gradient" and "bias_gradient"."""
     dim = max(width(problem.head_dim), width(problem.head_dim_v))
     single = problem.dtype == torch.float32
     if arch.kind == "interpreter":
         return [(128, 64, 4, 1) if kernel == "key_gradient" else (64, 128, 4, 1)]
-    if arch.kind == "rdna":
-        return [(32, 32, 8, 1)]
     if arch.amd:
-        return [(64, 32, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)] if kernel != "key_gradient" else [(32, 32, 4, 1)]
+        return [amd.tile(problem, arch, kernel, dim)]
     if single:
         return [(32, 32, 4, s) for s in (2, 1)]
     if kernel == "bias_gradient":
@@ -249,9 +268,9 @@ def _gradient_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list
     return [*first, (32, 32, 4, 1)]
 
 
-def shared_bytes(problem: AttentionProblem, arch: Arch, shape: _Shape, gradient: bool = False) -> int:
+def shared_bytes(problem: AttentionProblem, arch: Arch, shape: Shape, gradient: bool = False) -> int:
     """About what a tile shape asks of shared memory: the tile of queries, and the keys of every stage."""
-    m, n, _, stages = shape
+    m, n, _, stages = shape[:4]
     size = problem.dtype.itemsize
     if arch.amd:  # tiles take turns; at most a product's two operands are there at a time
         return (m + n) * max(width(problem.head_dim), width(problem.head_dim_v)) * size
@@ -265,42 +284,53 @@ def shared_bytes(problem: AttentionProblem, arch: Arch, shape: _Shape, gradient:
     bias = 0 if problem.bias is None else max(1, stages - 1) * m * n * problem.bias.itemsize
     if gradient:
         return max(m, n) * row + stages * min(m, n) * row + 2 * m * n * size + bias
-    return fixed + bias + stages * n * row + (m * n * size if problem.dropout_threshold else 0)
+    lag = n * width(problem.head_dim_v) * size if shape.lag else 0
+    return fixed + bias + stages * n * row + lag + (m * n * size if problem.dropout_threshold else 0)
 
 
 def _chosen(
-    problem: AttentionProblem, arch: Arch, shapes: list[_Shape], shape: Mapping[str, Any] | None, gradient: bool
-) -> _Shape:
+    problem: AttentionProblem,
+    arch: Arch,
+    shapes: list[tuple[Any, ...]],
+    shape: Mapping[str, Any] | None,
+    gradient: bool,
+) -> Shape:
     wanted = dict(shape or {})
-    names = ("block_m", "block_n", "warps", "stages")
-    unknown = sorted(set(wanted) - set(names))
+    unknown = sorted(set(wanted) - set(Shape._fields))
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: needs block_m, block_n, warps or stages")
+        raise ValueError(f"{', '.join(unknown)}: needs one of {', '.join(Shape._fields)}")
+    can = mappable(problem, arch)
     for each in shapes:
-        found = tuple(wanted.get(name, value) for name, value in zip(names, each, strict=True))
+        found = Shape(*each)._replace(**wanted)
         _check(found)
+        maps = can and found.maps
+        found = found._replace(maps=maps, lag=maps and found.lag and problem.softcap is None)
         got = shared_bytes(problem, arch, found, gradient)
         if got <= arch.shared_bytes:
             return found
     raise ValueError(f"shared memory: needs at most {arch.shared_bytes} bytes, got {got}")
 
 
-def _check(shape: tuple[Any, ...]) -> None:
-    for name, value, least in zip(("block_m", "block_n", "warps", "stages"), shape, (16, 32, 1, 1), strict=True):
+def _check(shape: Shape) -> None:
+    for name, value, least in zip(("block_m", "block_n", "warps", "stages"), shape, (16, 32, 1, 1), strict=False):
         fits = isinstance(value, int) and value >= least and (name == "stages" or value & (value - 1) == 0)
         if not fits:
             raise ValueError(f"{name}: needs a power of two of at least {least}, got {value!r}")
 
 
+def _tile(found: Shape) -> dict[str, Any]:
+    return {"maps": found.maps, "block_m": found.block_m, "block_n": found.block_n}
+
+
 def forward(
     problem: AttentionProblem, arch: Arch, shape: Mapping[str, Any] | None = None
 ) -> tuple[ForwardConfig, Launch]:
-    """The forward's configuration. shape overrides block_m, block_n, warps, stages; ValueError if it does not fit."""
+    """The forward's configuration. shape overrides fields of Shape; ValueError if it does not fit."""
     found = _chosen(problem, arch, _forward_shapes(problem, arch), shape, False)
-    packs = pack(problem) and problem.group <= found[0]
-    common = features(problem, arch) | {"pack": packs, "block_m": found[0], "block_n": found[1]}
-    config = ForwardConfig(**common, sinks=problem.sinks is not None, stats=problem.needs_stats)
-    return config, Launch(*found[2:])
+    packs = pack(problem) and problem.group <= found.block_m
+    common = features(problem, arch) | {"pack": packs} | _tile(found)
+    config = ForwardConfig(**common, sinks=problem.sinks is not None, stats=problem.needs_stats, lag=found.lag)
+    return config, Launch(found.warps, found.stages, found.registers)
 
 
 def gradient(
@@ -308,8 +338,8 @@ def gradient(
 ) -> tuple[GradientConfig, Launch]:
     """The configuration of query_gradient, key_gradient or bias_gradient; what they store is decided by the plan."""
     found = _chosen(problem, arch, _gradient_shapes(problem, arch, kernel), shape, True)
-    config = GradientConfig(**features(problem, arch), block_m=found[0], block_n=found[1])
-    return config, Launch(*found[2:])
+    config = GradientConfig(**features(problem, arch) | _tile(found))
+    return config, Launch(found.warps, found.stages, found.registers)
 
 
 def small(problem: AttentionProblem, arch: Arch, kernel: str, dlse: bool = False) -> tuple[RowsConfig, Launch]:
@@ -341,7 +371,7 @@ def splits(problem: AttentionProblem, arch: Arch, config: ForwardConfig) -> int:
     tiles = -(-problem.seqlen_q // per_tile) * heads * problem.batch
     slots = arch.multiprocessors * 2
     if arch.kind == "interpreter":
-        slots = 8
+        slots = 64  # so that small checks reach the kernel that joins parts
     if tiles * 5 > slots * 4:
         return 1
     return max(1, min(slots // max(tiles, 1), problem.seqlen_k // (2 * config.block_n), 128))

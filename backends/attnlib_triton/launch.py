@@ -12,6 +12,7 @@ import functools
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,12 +65,20 @@ def arguments(kernel: str) -> tuple[str, ...]:
 
 
 def _is_pointer(name: str) -> bool:
-    return name.isupper() and name != "C"
+    return name.isupper() and name != "C" and not name.endswith("_MAP")
+
+
+def _box(name: str, c: Features) -> list[int]:
+    """What a map [batch, heads, rows, dim] fetches at a time."""
+    rows = c.block_n if name in ("K_MAP", "V_MAP") else c.block_m
+    return [1, 1, rows, c.k_first if name in ("K_MAP", "Q_MAP") else c.v_first]
 
 
 def _type(name: str, spec: Spec) -> str:
     if name == "C":
         return "constexpr"
+    if name.endswith("_MAP"):
+        return f"tensordesc<{spec.element}{_box(name, spec.config)}>" if spec.config.maps else "constexpr"
     if _is_pointer(name):
         special = dict(spec.types)
         if name in special:
@@ -79,7 +88,7 @@ def _type(name: str, spec: Spec) -> str:
         return "*" + ("i32" if name in _INTS else "u8" if name in _BYTES else "i64" if name == "SEED" else "fp32")
     if name in _FLOATS:
         return "fp32"
-    if name == "rows_all" or name == "elements":
+    if name in ("rows_all", "figures_all", "elements"):
         return "i64"
     stride = name[-2:] in ("_b", "_i", "_h", "_j") and not name.startswith(("size_", "tiles_"))
     return "i64" if (stride or name == "table_row") and spec.wide else "i32"
@@ -95,6 +104,8 @@ def _attributes(spec: Spec) -> dict[tuple[int], list[list[Any]]]:
             about.append(["tt.divisibility", 16])
         if spec.aligned and name[:-2] in _ROW_STRIDES and name[-2:] in ("_b", "_i", "_h"):
             about.append(["tt.divisibility", 16 // size])
+        if name == "figures_all" or (name == "lines" and not spec.config.packed):
+            about.append(["tt.divisibility", 16])
         if spec.small and _is_pointer(name):
             about.append(["tt.pointer_range", 32])
         if about:
@@ -113,8 +124,11 @@ def compile(spec: Spec, arch: str) -> Any:
     amd = arch in AMD
     target = GPUTarget("hip", arch, AMD[arch].warp_size) if amd else GPUTarget("cuda", capability_of(arch), 32)
     attributes = _attributes(spec if amd else dataclasses.replace(spec, small=False))
-    source = ASTSource(function(spec.kernel), signature, {"C": spec.config}, attributes)
+    constants = {name: 0 for name in names if signature[name] == "constexpr"} | {"C": spec.config}
+    source = ASTSource(function(spec.kernel), signature, constants, attributes)
     options = {"num_warps": spec.launch.warps, "num_stages": spec.launch.stages}
+    if spec.launch.registers and not amd:
+        options["maxnreg"] = spec.launch.registers
     # in float32 s is rounded before m is subtracted from it, or the largest would not give exactly 1
     options["enable_fp_fusion"] = not spec.config.single
     with _cache():
@@ -137,6 +151,14 @@ class _cache:
 
     def __exit__(self, *error: Any) -> None:
         self._scope.__exit__(*error)
+
+
+def cache_folder() -> Path:
+    """Where Triton keeps what it compiled."""
+    from triton import knobs
+
+    with _cache():
+        return Path(knobs.cache.dir)
 
 
 @functools.cache
@@ -169,7 +191,7 @@ def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mappin
             function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
         return
     kernel = _loaded(spec, arch, index)
-    ordered = [_address(values[name]) if _is_pointer(name) else values.get(name) for name in names]  # C: None
+    ordered = [_passed(name, values.get(name), spec) for name in names]
     try:
         kernel[(grid[0], grid[1], 1)](*ordered)
     except (RuntimeError, ValueError) as error:
@@ -199,8 +221,21 @@ def _patched_once() -> Iterator[None]:
         interpreter._patch_lang = patch
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _passed(name: str, value: Any, spec: Spec) -> Any:
+    """What a launch takes; nothing for what is compiled in."""
+    if _is_pointer(name):
+        return 0 if value is None else value.data_ptr()
+    if name.endswith("_MAP") and spec.config.maps:
+        return _descriptor(value, _box(name, spec.config))
+    return value
+
+
+def _descriptor(x: torch.Tensor, box: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    unused = 16  # along a dimension of size 1: any stride that the copy engine takes
+    strides = [stride if size > 1 else unused for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], box)
 
 
 _DUMMY = torch.zeros(1, dtype=torch.int32)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,13 +14,15 @@ from attnlib.problem import AttentionProblem, Tensors
 
 from . import config, launch
 from .archs import arch_of
-from .config import Features, GradientConfig, Launch
+from .config import Features, ForwardConfig, GradientConfig, Launch
 from .launch import Spec
 
 _LOG2E = 1.4426950408889634
 _UNBOUNDED = 1 << 29
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 Shapes = Mapping[str, Any]
+_Config = TypeVar("_Config", ForwardConfig, GradientConfig)
+Run = Callable[[Spec, str, int, tuple[int, int], Mapping[str, Any], AttentionProblem], None]
 
 
 def _strides(prefix: str, tensor: torch.Tensor, packed: bool) -> dict[str, int]:
@@ -40,10 +42,26 @@ def _reach(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+def _mappable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can fetch tiles of an operand: aligned, and nothing of it repeats in memory."""
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    size = x.element_size()
+    apart = all(stride > 0 and (stride == 1 or stride * size % 16 == 0) for stride in strides)
+    return apart and x.stride(-1) == 1 and x.numel() > 0 and x.data_ptr() % 16 == 0
+
+
+def _mapped(x: torch.Tensor, packed: bool) -> torch.Tensor:
+    """[batch, heads, rows, dim] of an operand."""
+    return (x.unsqueeze(0) if packed else x).transpose(1, 2)
+
+
 class TritonPlan:
     """One signature and size class on one device."""
 
-    def __init__(self, problem: AttentionProblem, target: Target, shape: Shapes | None = None) -> None:
+    def __init__(
+        self, problem: AttentionProblem, target: Target, shape: Shapes | None = None, run: Run = launch.run
+    ) -> None:
+        self._call = run
         self._index = target.index or 0
         self._arch = arch_of(target)
         wanted = dict(shape or {})
@@ -79,7 +97,7 @@ class TritonPlan:
     def _run(
         self, spec: Spec, programs: int, values: Mapping[str, Any], problem: AttentionProblem, parts: int = 1
     ) -> None:
-        launch.run(spec, self._arch.name, self._index, (programs, parts), values, problem)
+        self._call(spec, self._arch.name, self._index, (programs, parts), values, problem)
 
     def _section(self, problem: AttentionProblem, units: int, group: int = 1) -> int:
         if problem.window.right is None:
@@ -90,9 +108,9 @@ class TritonPlan:
 
     def forward(self, problem: AttentionProblem, t: Tensors) -> None:
         call = _Call(problem, t, self._forward.natural)
+        c = call.fitting(self._forward)
         if t.k_new is not None and t.v_new is not None:
             self._append(problem, t, call)
-        c = self._forward
         per_tile = c.block_m // problem.group if c.pack else c.block_m
         tiles, units = _tiles(problem, per_tile, problem.num_heads_kv if c.pack else problem.num_heads_q)
         parts = self._splits or config.splits(problem, self._arch, c)
@@ -101,9 +119,9 @@ class TritonPlan:
             "units": units, "tiles": tiles, "section": self._section(problem, units),
             "new_tokens": 0 if t.k_new is None else t.k_new.shape[1],
         }  # fmt: skip
-        if c.raw and values["factor"] < 0:
-            values["factor"] = -values["factor"]
-            c = dataclasses.replace(c, flip=True)
+        if c.raw:
+            c = dataclasses.replace(c, flip=values["factor"] < 0)
+            values["factor"] = abs(values["factor"]) or 1e-30  # is multiplied by -inf
         if parts > 1:
             c = dataclasses.replace(c, split=True, sinks=False)
             lines = t.lse.numel()
@@ -133,13 +151,15 @@ class TritonPlan:
     def backward(self, problem: AttentionProblem, t: Tensors) -> None:
         assert t.dout is not None
         call = _Call(problem, t, self._forward.natural)
-        lines, dlse = t.lse.numel(), None if t.dlse is None else t.dlse.contiguous()
-        figures = allocate((3 if self._forward.statistics else 2, lines), torch.float32, t.q.device)
+        dlse = None if t.dlse is None else t.dlse.contiguous()
+        lines = problem.total_q if problem.packed else -(-problem.seqlen_q // 16) * 16
+        figures_all = -(-lines * problem.num_heads_q * (1 if problem.packed else problem.batch) // 16) * 16
+        figures = allocate((3 if self._forward.statistics else 2, figures_all), torch.float32, t.q.device)
         small, with_ = config.small(problem, self._arch, "rows", t.dlse is not None)
         tiles, units = _tiles(problem, small.rows, problem.num_heads_q)
         values = call.common | _strides("do", t.dout, problem.packed) | {
             "OUT": t.out, "DOUT": t.dout, "LSE": t.lse, "STATS": t.stats, "DLSE": dlse, "ROWS": figures,
-            "scale": problem.scale, "DBIAS": None, "DQ": None,
+            "scale": problem.scale, "DBIAS": None, "DQ": None, "lines": lines, "figures_all": figures_all,
         }  # fmt: skip
         sized = {"units": units, "tiles": tiles}
         self._run(self._spec("rows", small, with_, call), tiles * units, values | sized, problem)
@@ -162,7 +182,7 @@ class TritonPlan:
         self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any], dbias: torch.Tensor | None
     ) -> None:
         c, with_ = self._gradients["query_gradient"]
-        c = dataclasses.replace(c, query=t.dq is not None, bias_store=dbias is not None)
+        c = dataclasses.replace(call.fitting(c), query=t.dq is not None, bias_store=dbias is not None)
         tiles, units = _tiles(problem, c.block_m, problem.num_heads_q)
         own = values | _map_strides("dbias", dbias) | _strides("dq", t.q if t.dq is None else t.dq, problem.packed)
         own |= {"DQ": t.dq, "DBIAS": dbias, "units": units, "tiles": tiles, "section": self._section(problem, units)}
@@ -171,7 +191,7 @@ class TritonPlan:
 
     def _key_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
         c, with_ = self._gradients["key_gradient"]
-        c = dataclasses.replace(c, keys=t.dk is not None, values=t.dv is not None)
+        c = dataclasses.replace(call.fitting(c), keys=t.dk is not None, values=t.dv is not None)
         paged = problem.page_size is not None
         targets = {"dk": t.dk, "dv": t.dv}
         if paged:  # a row a token of every sequence, summed into pages behind
@@ -255,6 +275,8 @@ class _Call:
         self.small = all(_reach(x) < 1 << 31 for x in operands + maps)
         # offsets within a tile reach over 256 rows or columns
         self.wide = any(stride * 256 >= 1 << 31 for x in operands + maps for stride in x.stride())
+        mapped = {"K_MAP": t.k, "V_MAP": t.v, "Q_MAP": t.q, "DOUT_MAP": t.dout}
+        self.mappable = all(x is None or _mappable(x) for x in mapped.values())
         left, right = problem.window
         threshold = problem.dropout_threshold
         unit = 1.0 if natural else _LOG2E
@@ -283,4 +305,11 @@ class _Call:
             "cap": 0.0 if cap is None else cap * unit,
             "keep_scale": 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0,
             "rows_all": t.lse.numel(),
+            **{name: None if x is None else _mapped(x, problem.packed) for name, x in mapped.items()},
         }  # fmt: skip
+
+    def fitting(self, c: _Config) -> _Config:
+        """c, without the copy engine where the operands do not lie as that needs them."""
+        if not c.maps or self.mappable:
+            return c
+        return dataclasses.replace(c, maps=False)

@@ -3,9 +3,10 @@
 //   P = exp(S - m) / l;  dP = keep (dO V^T) / (1 - p_drop);  dS = P (dP - delta);  delta = rowsum(dO out) - dlse
 //   dV += (keep P / (1 - p_drop))^T dO;  dK += scale dS'^T Q;  dQ += scale dS' K;  dS' = dS (1 - tanh^2), dbias += dS
 //
-// dK and dV stay with the block; query heads of the group and query blocks follow in order. dQ is summed over key blocks
-// in ascending order, which `turns` enforces when several threads share a head: every sum has one order, so results do
-// not depend on threads. Copies of Q and dO that several key blocks read are made before (params.tiles). Without statistics (no bias, no ALiBi) m is lse and l is 1.
+// dK and dV stay with the block; query heads of the group and query blocks follow in order. dQ is stored at once where
+// there is one key block (no p.dq_sum); else summed over key blocks in ascending order, which `turns` enforces when several
+// threads share a head: every sum has one order, so results do not depend on threads. Copies of Q and dO that several key
+// blocks read are made before (params.tiles). Without statistics (no bias, no ALiBi) m is lse and l is 1.
 #pragma once
 
 #include <sched.h>
@@ -92,7 +93,7 @@ template <class T> struct Backward {
         Arena arena;
         Queries own;
         Word *k, *v, *k_stacked, *q, *dout, *prob, *dscore, *dscore_rows, *scratch, *row_pairs;
-        R *dk, *dv, *score, *dprob, *derivative, *line, *value;
+        R *dq, *dk, *dv, *score, *dprob, *derivative, *line, *value;
         uint8_t* keep;
         int32_t* bad_k;
         Run* runs;
@@ -117,6 +118,7 @@ template <class T> struct Backward {
             dscore_rows = a.take<Word>(pairs ? kRows * keys / T::per_word : 1);
             scratch = a.take<Word>(lanes<R> * round_up(larger(depth, depth_v), lanes<R>));
             row_pairs = a.take<Word>(2 * depth_v * lanes<R>);
+            dq = a.take<R>(rows * width);
             dk = a.take<R>(keys * width);
             dv = a.take<R>(keys * width_v);
             score = a.take<R>(kRows * keys);
@@ -210,6 +212,8 @@ template <class T> struct Backward {
                 const int64_t i0 = b * p.block_q, rows = smaller(p.block_q, seq.q_len - i0);
                 int32_t* turn = turns ? turns + seq.first_tile + head * seq.tiles + b : nullptr;
                 if (turn) await(turn, static_cast<int32_t>(key_block));
+                const bool alone = p.dq.present() && !p.dq_sum;
+                if (alone) std::memset(w.dq, 0, static_cast<size_t>(rows * w.width) * sizeof(R));
                 if (scorer.tile_seen(i0, i0 + rows, j0, j1)) {
                     const int64_t dq_row = (p.packed ? seq.q_row : seq.index * p.seqlen_q) + i0;
                     const Queries x = seq.first_copy >= 0 ? tile_at(p, seq, head, b) : w.own;
@@ -219,12 +223,18 @@ template <class T> struct Backward {
                                  x.q.complete(q, p.q.dtype, i0, rows, p.dim, w.q),
                                  x.dout.complete(dout, p.dout.dtype, i0, rows, p.dim_v, w.dout), x.max, x.inverse,
                                  reinterpret_cast<const R*>(p.delta) + row_index(p, seq, head, i0),
-                                 p.dq_sum ? reinterpret_cast<R*>(p.dq_sum) + (head * p.rows_q + dq_row) * w.width : w.value, bad_k,
+                                 p.dq_sum ? reinterpret_cast<R*>(p.dq_sum) + (head * p.rows_q + dq_row) * w.width : w.dq, bad_k,
                                  p.dq.present(), p.dk.present(), p.dv.present(),
                                  p.dq.present() || p.dk.present() || p.dbias.present(),
                                  static_cast<R>(kept > 0 ? 1.0 / kept : 0.0)};
                     if (p.dropout_threshold) fill_keep(p, seq, head, i0, rows, j0, padded, w.keep, w.keys);
                     tile(t, keys);
+                }
+                if (alone) {
+                    const Rows dq = query_rows(p.dq, p, seq, head);
+                    for (int64_t r = 0; r < rows; ++r) {
+                        store_row<R>(p.dq.dtype, const_cast<char*>(dq.row(i0 + r)), w.dq + r * w.width, p.dim, static_cast<R>(p.scale));
+                    }
                 }
                 if (turn) __atomic_store_n(turn, static_cast<int32_t>(key_block + 1), __ATOMIC_RELEASE);
             }

@@ -1,9 +1,10 @@
-// The Python module: one positional call a direction. Operands come as (address, stride, ...) or None, in the order of
-// Operand below; scalars in one tuple in the order of parse_problem. Nothing of torch is known here.
+// The Python module: a Call holds the scalars, from one tuple in the order of parse_problem, and which operands there may
+// be, as numbers of Operand below; they come as (address, strides) or None. Nothing of torch is known here.
 #include <pybind11/pybind11.h>
 
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "run.h"
 
@@ -34,11 +35,13 @@ struct Address {
 Address parse(PyObject* x) {
     Address a;
     if (x == Py_None) return a;
-    if (!PyTuple_Check(x) || PyTuple_GET_SIZE(x) < 1 || PyTuple_GET_SIZE(x) > 5) fail("an operand is (address, strides...)");
+    if (!PyTuple_Check(x) || PyTuple_GET_SIZE(x) != 2) fail("an operand is (address, strides)");
     a.data = reinterpret_cast<char*>(PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(x, 0)));
     if (PyErr_Occurred()) throw py::error_already_set();
-    a.rank = static_cast<int>(PyTuple_GET_SIZE(x)) - 1;
-    for (int i = 0; i < a.rank; ++i) a.stride[i] = as_int(PyTuple_GET_ITEM(x, i + 1));
+    PyObject* strides = PyTuple_GET_ITEM(x, 1);
+    if (!PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) > 4) fail("strides are a tuple of at most 4");
+    a.rank = static_cast<int>(PyTuple_GET_SIZE(strides));
+    for (int i = 0; i < a.rank; ++i) a.stride[i] = as_int(PyTuple_GET_ITEM(strides, i));
     return a;
 }
 
@@ -64,10 +67,10 @@ const int32_t* ints(const Address& a, int64_t& stride) {
 
 constexpr const char* kFaults[] = {"", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod",
                                    "skip_delta", "dropout_ignores_head", "leak_past_kv_len", "dv_scale",
-                                   "softcap_after_bias", "sink_forgotten"};
+                                   "softcap_after_bias", "sink_forgotten", "parts_unscaled"};
 
 void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sinks) {
-    if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != 29) fail("the problem is a tuple of 29");
+    if (!PyTuple_Check(t) || PyTuple_GET_SIZE(t) != 30) fail("the problem is a tuple of 30");
     Py_ssize_t at = 0;
     auto next = [&] { return PyTuple_GET_ITEM(t, at++); };
     auto integer = [&] { return as_int(next()); };
@@ -86,6 +89,7 @@ void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sin
     p.mask_block_q = integer(), p.mask_block_k = integer();
     p.dropout_threshold = integer();
     p.num_pages = integer(), p.page_size = integer(), p.max_pages = integer(), p.new_tokens = integer();
+    p.grads = integer() != 0;
     p.block_q = integer(), p.block_k = integer();
     p.fault = static_cast<Fault>(integer());
     if (p.dim < 1 || p.dim_v < 0 || p.batch < 0 || p.block_q < 0 || p.block_k < 0) fail("a size is out of range");
@@ -95,43 +99,58 @@ void parse_problem(PyObject* t, Params& p, DType& dtype, DType& bias, DType& sin
 #endif
 }
 
-void run(bool backward, int family, int threads, const py::tuple& problem, const py::tuple& operands) {
-    if (PyTuple_GET_SIZE(operands.ptr()) != kOperands) fail("wrong number of operands");
-    if (family < 0 || family > 2 || !(supported_families() >> family & 1)) fail("this machine lacks the instruction set");
-    Params p;
+// One form of call: all but the operands, which come in the order of `which`.
+struct Call {
+    Params params;
     DType dtype, bias, sinks;
-    parse_problem(problem.ptr(), p, dtype, bias, sinks);
-    Address a[kOperands];
-    for (int i = 0; i < kOperands; ++i) a[i] = parse(PyTuple_GET_ITEM(operands.ptr(), i));
-    const DType real = dtype == DType::f64 ? DType::f64 : DType::f32;
+    int family;
+    std::vector<int> which;
 
-    p.q = tokens(a[kQ], dtype), p.k = tokens(a[kK], dtype), p.v = tokens(a[kV], dtype), p.out = tokens(a[kOut], dtype);
-    p.k_new = tokens(a[kKNew], dtype), p.v_new = tokens(a[kVNew], dtype), p.dout = tokens(a[kDout], dtype);
-    p.dq = tokens(a[kDq], dtype), p.dk = tokens(a[kDk], dtype), p.dv = tokens(a[kDv], dtype);
-    p.lse = plain(a[kLse], real), p.stats = plain(a[kStats], real);
-    p.dlse = plain(a[kDlse], real);
-    if (p.packed) p.dlse.stride[2] = a[kDlse].stride[1], p.dlse.stride[1] = a[kDlse].stride[0], p.dlse.stride[0] = 0;
-    p.bias = plain(a[kBias], bias), p.dbias = plain(a[kDbias], real);
-    p.mask = plain(a[kMask], DType::f32), p.block_mask = plain(a[kBlockMask], DType::f32);
-    p.alibi = plain(a[kAlibi], DType::f32), p.sinks = plain(a[kSinks], sinks), p.dsinks = plain(a[kDsinks], real);
-    p.stats_sum = p.heads_q * (p.packed ? p.total_q : p.batch * p.seqlen_q);
-    p.q_lens = ints(a[kQLens], p.lens_stride[0]), p.kv_lens = ints(a[kKvLens], p.lens_stride[1]);
-    p.new_lens = ints(a[kNewLens], p.lens_stride[2]);
-    p.cu_q = ints(a[kCuQ], p.lens_stride[3]), p.cu_k = ints(a[kCuK], p.lens_stride[4]);
-    p.page_table = ints(a[kPageTable], p.page_table_stride[0]), p.page_table_stride[1] = a[kPageTable].stride[1];
-
-    const int64_t queries = p.packed ? p.total_q : p.batch * p.seqlen_q;
-    if (queries * p.heads_q > 0 && (!p.q.data || !p.lse.data || (p.dim_v > 0 && !p.out.data))) fail("a null address");
-    if (p.packed && (!p.cu_q || !p.cu_k)) fail("cu_seqlens are missing");
-    if (p.paged && p.batch > 0 && p.max_pages > 0 && !p.page_table) fail("page_table is missing");
-    if (p.dropout_threshold > 0) {
-        if (!a[kSeed].data) fail("dropout_seed is missing");
-        std::memcpy(&p.seed, a[kSeed].data, sizeof(p.seed));
+    Call(int family_, const py::tuple& problem, const py::tuple& which_) : family(family_) {
+        if (family < 0 || family > 2 || !(supported_families() >> family & 1)) fail("this machine lacks the instruction set");
+        parse_problem(problem.ptr(), params, dtype, bias, sinks);
+        for (const py::handle index : which_) {
+            const int64_t at = as_int(index.ptr());
+            if (at < 0 || at >= kOperands) fail("no such operand");
+            which.push_back(static_cast<int>(at));
+        }
     }
-    py::gil_scoped_release released;
-    if (backward) run_backward(p, family, threads);
-    else run_forward(p, family, threads);
-}
+    void run(bool backward, int threads, const py::tuple& operands) const {
+        const size_t count = static_cast<size_t>(PyTuple_GET_SIZE(operands.ptr()));
+        if (count > which.size()) fail("too many operands");
+        Params p = params;
+        Address a[kOperands];
+        for (size_t i = 0; i < count; ++i) a[which[i]] = parse(PyTuple_GET_ITEM(operands.ptr(), static_cast<Py_ssize_t>(i)));
+        const DType real = dtype == DType::f64 ? DType::f64 : DType::f32;
+
+        p.q = tokens(a[kQ], dtype), p.k = tokens(a[kK], dtype), p.v = tokens(a[kV], dtype), p.out = tokens(a[kOut], dtype);
+        p.k_new = tokens(a[kKNew], dtype), p.v_new = tokens(a[kVNew], dtype), p.dout = tokens(a[kDout], dtype);
+        p.dq = tokens(a[kDq], dtype), p.dk = tokens(a[kDk], dtype), p.dv = tokens(a[kDv], dtype);
+        p.lse = plain(a[kLse], real), p.stats = plain(a[kStats], real);
+        p.dlse = plain(a[kDlse], real);
+        if (p.packed) p.dlse.stride[2] = a[kDlse].stride[1], p.dlse.stride[1] = a[kDlse].stride[0], p.dlse.stride[0] = 0;
+        p.bias = plain(a[kBias], bias), p.dbias = plain(a[kDbias], real);
+        p.mask = plain(a[kMask], DType::f32), p.block_mask = plain(a[kBlockMask], DType::f32);
+        p.alibi = plain(a[kAlibi], DType::f32), p.sinks = plain(a[kSinks], sinks), p.dsinks = plain(a[kDsinks], real);
+        p.stats_sum = p.heads_q * (p.packed ? p.total_q : p.batch * p.seqlen_q);
+        p.q_lens = ints(a[kQLens], p.lens_stride[0]), p.kv_lens = ints(a[kKvLens], p.lens_stride[1]);
+        p.new_lens = ints(a[kNewLens], p.lens_stride[2]);
+        p.cu_q = ints(a[kCuQ], p.lens_stride[3]), p.cu_k = ints(a[kCuK], p.lens_stride[4]);
+        p.page_table = ints(a[kPageTable], p.page_table_stride[0]), p.page_table_stride[1] = a[kPageTable].stride[1];
+
+        const int64_t queries = p.packed ? p.total_q : p.batch * p.seqlen_q;
+        if (queries * p.heads_q > 0 && (!p.q.data || !p.lse.data || (p.dim_v > 0 && !p.out.data))) fail("a null address");
+        if (p.packed && (!p.cu_q || !p.cu_k)) fail("cu_seqlens are missing");
+        if (p.paged && p.batch > 0 && p.max_pages > 0 && !p.page_table) fail("page_table is missing");
+        if (p.dropout_threshold > 0) {
+            if (!a[kSeed].data) fail("dropout_seed is missing");
+            std::memcpy(&p.seed, a[kSeed].data, sizeof(p.seed));
+        }
+        const py::gil_scoped_release released;
+        if (backward) run_backward(p, family, threads);
+        else run_forward(p, family, threads);
+    }
+};
 
 py::dict describe(bool backward, int family, int threads, const py::tuple& problem) {
     Params p;
@@ -144,6 +163,7 @@ py::dict describe(bool backward, int family, int threads, const py::tuple& probl
     result["block_q"] = p.block_q;
     result["block_k"] = p.block_k;
     if (!backward) result["heads_together"] = p.share;
+    if (p.chunk > 0) result["keys_of_a_unit"] = p.chunk;
     result["threads"] = found.threads;
     result["workspace_bytes"] = found.workspace;
     return result;
@@ -157,12 +177,10 @@ py::dict describe(bool backward, int family, int threads, const py::tuple& probl
 
 PYBIND11_MODULE(ATTNLIB_MODULE, m) {
     m.doc() = "Compiled kernels of the cpu backend; see csrc/cpu.";
-    m.def("forward", [](int family, int threads, const py::tuple& problem, const py::tuple& operands) {
-        run(false, family, threads, problem, operands);
-    });
-    m.def("backward", [](int family, int threads, const py::tuple& problem, const py::tuple& operands) {
-        run(true, family, threads, problem, operands);
-    });
+    py::class_<Call>(m, "Call")
+        .def(py::init<int, const py::tuple&, const py::tuple&>())
+        .def("forward", [](const Call& call, int threads, const py::tuple& operands) { call.run(false, threads, operands); })
+        .def("backward", [](const Call& call, int threads, const py::tuple& operands) { call.run(true, threads, operands); });
     m.def("describe", &describe, "(backward, family, threads, problem): how one direction is cut, as a dict.");
     m.def("supported_families", &supported_families, "Bits: portable, avx2, avx512, avx512bf16.");
     py::tuple faults(sizeof(kFaults) / sizeof(kFaults[0]));

@@ -15,6 +15,56 @@ namespace attnlib {
 namespace ATTNLIB_ISA {
 namespace {
 
+// Results of rows of one head from their maximum, sum and O.
+template <class R> struct Finish {
+    const Params& p;
+    const Sequence& seq;
+    int64_t head;
+    Rows out;
+    R inverse_kept, sink;
+
+    Finish(const Params& params, const Sequence& sequence, int64_t h)
+        : p(params), seq(sequence), head(h), out(query_rows(p.out, p, seq, h)), sink(-infinity<R>) {
+        const double kept = 1.0 - static_cast<double>(p.dropout_threshold) / 65536.0;
+        inverse_kept = static_cast<R>(kept > 0 ? 1.0 / kept : 0.0);
+        if (p.sinks.present() && !p.has(Fault::sink_forgotten)) {
+            sink = load_one<R>(p.sinks.dtype, p.sinks.data + head * p.sinks.stride[0] * p.sinks.bytes());
+        }
+    }
+
+    void row(int64_t i, R m, R l, const R* sum) const {
+        R rescale = 1;
+        if (sink != -infinity<R>) {
+            const R top = sink > m ? sink : m;
+            rescale = std::exp(m - top);
+            l = l * rescale + std::exp(sink - top);
+            m = top;
+        }
+        const R factor = l == 0 ? R(0) : rescale * inverse_kept / l;
+        store_row<R>(p.out.dtype, const_cast<char*>(out.row(i)), sum, p.dim_v, factor);
+        store_statistics(i, l == 0 ? -infinity<R> : m + std::log(l), m, l);
+    }
+
+    // Rows that are no query get 0 and -inf; all rows of a sequence that does not fit get NaN.
+    void pad(int64_t begin, int64_t end, R* value) const {
+        for (int64_t i = begin; i < end; ++i) {
+            const bool invalid = !seq.valid && i < seq.q_len;
+            const R nan = static_cast<R>(__builtin_nan(""));
+            for (int64_t d = 0; d < p.dim_v; ++d) value[d] = invalid ? nan : R(0);
+            store_row<R>(p.out.dtype, const_cast<char*>(out.row(i)), value, p.dim_v, R(1));
+            store_statistics(i, invalid ? nan : -infinity<R>, invalid ? nan : -infinity<R>, invalid ? nan : R(0));
+        }
+    }
+
+    void store_statistics(int64_t i, R lse, R m, R l) const {
+        const int64_t at = row_index(p, seq, head, i);
+        reinterpret_cast<R*>(p.lse.data)[at] = lse;
+        if (!p.stats.present()) return;
+        reinterpret_cast<R*>(p.stats.data)[at] = m;
+        reinterpret_cast<R*>(p.stats.data)[at + p.stats_sum] = l;
+    }
+};
+
 template <class T> struct Forward {
     using Word = typename T::Word;
     using R = typename T::Real;
@@ -106,8 +156,12 @@ template <class T> struct Forward {
         const int64_t end = seq.valid ? smaller(row_end, seq.q_len) : row_begin, rows = end - row_begin;
         if (rows > 0) attend(p, seq, first_head, row_begin, rows, w);
         for (int64_t n = 0; n < p.share; ++n) {
-            if (rows > 0) finish(p, seq, first_head + n, row_begin, rows, w.of_head(n, rows));
-            pad(p, seq, first_head + n, larger(end, row_begin), row_end, w);
+            const Finish<R> finish(p, seq, first_head + n);
+            const Space of_head = w.of_head(n, rows);
+            for (int64_t r = 0; r < rows; ++r) {
+                finish.row(row_begin + r, of_head.max[r], of_head.sum[r], of_head.out + r * w.width_v);
+            }
+            finish.pad(larger(end, row_begin), row_end, w.value);
         }
     }
 
@@ -224,47 +278,6 @@ template <class T> struct Forward {
         }
     }
 
-    static void finish(const Params& p, const Sequence& seq, int64_t head, int64_t i0, int64_t rows, const Space& w) {
-        const Rows out = query_rows(p.out, p, seq, head);
-        const double kept = 1.0 - static_cast<double>(p.dropout_threshold) / 65536.0;
-        const R inverse_kept = static_cast<R>(kept > 0 ? 1.0 / kept : 0.0);
-        R sink = -infinity<R>;
-        if (p.sinks.present() && !p.has(Fault::sink_forgotten)) {
-            sink = load_one<R>(p.sinks.dtype, p.sinks.data + head * p.sinks.stride[0] * p.sinks.bytes());
-        }
-        for (int64_t r = 0; r < rows; ++r) {
-            R m = w.max[r], l = w.sum[r], rescale = 1;
-            if (sink != -infinity<R>) {
-                const R top = sink > m ? sink : m;
-                rescale = std::exp(m - top);
-                l = l * rescale + std::exp(sink - top);
-                m = top;
-            }
-            const R factor = l == 0 ? R(0) : rescale * inverse_kept / l;
-            store_row<R>(p.out.dtype, const_cast<char*>(out.row(i0 + r)), w.out + r * w.width_v, p.dim_v, factor);
-            store_statistics(p, seq, head, i0 + r, l == 0 ? -infinity<R> : m + std::log(l), m, l);
-        }
-    }
-
-    // Rows that are no query get 0 and -inf; all rows of a sequence that does not fit get NaN.
-    static void pad(const Params& p, const Sequence& seq, int64_t head, int64_t begin, int64_t end, const Space& w) {
-        const Rows out = query_rows(p.out, p, seq, head);
-        for (int64_t i = begin; i < end; ++i) {
-            const bool invalid = !seq.valid && i < seq.q_len;
-            const R nan = static_cast<R>(__builtin_nan(""));
-            for (int64_t d = 0; d < p.dim_v; ++d) w.value[d] = invalid ? nan : R(0);
-            store_row<R>(p.out.dtype, const_cast<char*>(out.row(i)), w.value, p.dim_v, R(1));
-            store_statistics(p, seq, head, i, invalid ? nan : -infinity<R>, invalid ? nan : -infinity<R>, invalid ? nan : R(0));
-        }
-    }
-
-    static void store_statistics(const Params& p, const Sequence& seq, int64_t head, int64_t i, R lse, R m, R l) {
-        const int64_t at = row_index(p, seq, head, i);
-        reinterpret_cast<R*>(p.lse.data)[at] = lse;
-        if (!p.stats.present()) return;
-        reinterpret_cast<R*>(p.stats.data)[at] = m;
-        reinterpret_cast<R*>(p.stats.data)[at + p.stats_sum] = l;
-    }
 };
 
 }  // namespace

@@ -7,6 +7,8 @@
 // multiplies by AVX512-BF16 dot products into float. A is broadcast word by word from any two strides; B is read in
 // whole vectors from rows of ldb words; so the same kernel serves Q.K^T, P.V, P^T.dO, dS^T.Q and dS.K.
 // The order of additions for an element depends on the reduction length only: not on the tile, not on threads.
+//
+// stack(): B vectors of P.V straight from per_word rows of memory; dim d is then element stacked_at(d) of a row of C.
 #pragma once
 
 #include "simd.h"
@@ -26,6 +28,10 @@ struct F32 {
     static ATTNLIB_INLINE void store_words(float* to, F32V x) { store<float>(to, x); }
     static ATTNLIB_INLINE void store_pair(float*, F32V, F32V) {}
     static ATTNLIB_INLINE float word_part(const float* x, int64_t at) { return x[at]; }
+    template <int n> static ATTNLIB_INLINE void stack(const float* const* row, int64_t at, F32V (&to)[n]) {
+        for (int x = 0; x < n; ++x) to[x] = load<float>(row[0] + at + x * lanes<float>);
+    }
+    static ATTNLIB_INLINE int64_t stacked_at(int64_t d) { return d; }
 };
 struct F64 {
     using Word = double;
@@ -38,6 +44,10 @@ struct F64 {
     static ATTNLIB_INLINE void store_words(double* to, F64V x) { store<double>(to, x); }
     static ATTNLIB_INLINE void store_pair(double*, F64V, F64V) {}
     static ATTNLIB_INLINE double word_part(const double* x, int64_t at) { return x[at]; }
+    template <int n> static ATTNLIB_INLINE void stack(const double* const* row, int64_t at, F64V (&to)[n]) {
+        for (int x = 0; x < n; ++x) to[x] = load<double>(row[0] + at + x * lanes<double>);
+    }
+    static ATTNLIB_INLINE int64_t stacked_at(int64_t d) { return d; }
 };
 #if defined(__AVX512BF16__)
 struct Bf16Pair {
@@ -62,6 +72,14 @@ struct Bf16Pair {
     static ATTNLIB_INLINE float word_part(const int32_t* x, int64_t at) {
         return bits_to_float(static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(x)[at]) << 16);
     }
+    template <int n> static ATTNLIB_INLINE void stack(const int32_t* const* row, int64_t at, I32V (&to)[n]) {
+        for (int x = 0; x < n; x += 2) {
+            const __m512i low = (__m512i)load_b(row[0] + at + x * 8), high = (__m512i)load_b(row[1] + at + x * 8);
+            to[x] = (I32V)_mm512_unpacklo_epi16(low, high);
+            to[x + 1] = (I32V)_mm512_unpackhi_epi16(low, high);
+        }
+    }
+    static ATTNLIB_INLINE int64_t stacked_at(int64_t d) { return d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4 + d % 4; }
 };
 #endif
 

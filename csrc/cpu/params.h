@@ -33,6 +33,7 @@ enum class Fault : int32_t {
     dv_scale,
     softcap_after_bias,
     sink_forgotten,
+    parts_unscaled,
 };
 
 // A strided operand: element (a, b, c, d) is at data + (a * stride[0] + ...) * size_of(dtype).
@@ -74,10 +75,11 @@ struct Params {
     int64_t mask_block_q = 0, mask_block_k = 0;
     int64_t dropout_threshold = 0;
     double scale = 1.0, softcap = 0.0;  // softcap 0: none
-    bool packed = false, paged = false, top_left = false;
+    bool packed = false, paged = false, top_left = false, grads = false;  // grads: a backward will follow
 
     int64_t block_q = 0, block_k = 0;  // rows and keys of a tile
     int64_t share = 1;                 // forward: query heads of a group that one unit takes together
+    int64_t chunk = 0;                 // forward of few queries: keys of a unit (decode.h); else 0
     Fault fault = Fault::none;
 
     // Set by the scheduler for backward: float (double) workspaces, [batch or 1, head, row] and [.., dim_padded].
@@ -88,7 +90,8 @@ struct Params {
     char* dv_sum = nullptr;
     int64_t dq_width = 0, rows_q = 0;
 
-    char* tiles = nullptr;   // set by the scheduler: copies of operands that several units read; see Sequence::first_copy
+    // Set by the scheduler: copies of operands that several units read, or parts of results; see Sequence::first_copy.
+    char* tiles = nullptr;
 
     ATTNLIB_FN int64_t group() const { return heads_kv ? heads_q / heads_kv : 1; }
     ATTNLIB_FN int64_t kv_head(int64_t h) const {
@@ -111,10 +114,10 @@ struct Sequence {
     int64_t extent_begin = 0;
     bool valid = true;
     Window window{};
-    // Its tiles, `tiles` a head. Forward: of keys, from key_tile on; backward: of queries. first_tile numbers them through
-    // over the sequences.
+    // Its tiles, `tiles` a head. Forward: of keys (chunks of them), from key_tile on; backward: of queries. first_tile
+    // numbers them through over the sequences.
     int64_t first_tile = 0, key_tile = 0, tiles = 0;
-    int64_t first_copy = -1;  // its first tile in params.tiles; -1: none, it would not fill one or is read only once
+    int64_t first_copy = -1;  // its first one in params.tiles; -1: none, it would not fill one or is read only once
 };
 
 // The kernels of one instruction set and one arithmetic, as plain functions.
@@ -126,6 +129,10 @@ struct Kernels {
     size_t (*forward_tile)(const Params&);  // bytes of one of params.tiles
     void (*fill_forward_tile)(const Params&, const Sequence&, int64_t kv_head, int64_t tile, char* workspace);
     void (*forward)(const Params&, const Sequence&, int64_t first_head, int64_t row_begin, int64_t row_end, char* workspace);
+    size_t (*decode_workspace)(const Params&);
+    size_t (*decode_part)(const Params&);  // bytes of what a unit leaves in params.tiles
+    void (*decode)(const Params&, const Sequence&, int64_t kv_begin, int64_t kv_end, int64_t chunk, char* workspace);
+    void (*merge)(const Params&, const Sequence&, int64_t head, char* workspace);
     void (*delta)(const Params&, const Sequence&, int64_t head, char* workspace);
     size_t (*backward_workspace)(const Params&);
     size_t (*backward_tile)(const Params&);

@@ -1,4 +1,5 @@
-// Scheduling. Forward units are (sequence, head, query block), longest first; a row's result does not depend on them.
+// Scheduling. Forward units are (sequence, head, query block), longest first, or where there are few queries (sequence,
+// key/value heads, chunk of keys) and then (sequence, head); a row's result does not depend on them.
 //
 // Backward units are (key block, sequence, key/value head); dq is summed in ascending key blocks (backward.h). A bias
 // gradient that is broadcast over sequences, heads or keys folds those into one unit, so that every element has one
@@ -213,9 +214,20 @@ int64_t longest(const std::vector<Sequence>& list, int64_t Sequence::*member) {
     return most;
 }
 
-// Fills in block sizes of 0 and the heads a unit takes; small calls get one thread.
-const Kernels& cut_forward(Params& p, int family, int& threads, int64_t most_q, int64_t most_k) {
+// Queries, and rows of a key/value head: more of them pay for a transposed copy of the keys.
+constexpr int64_t kFewQueries = 4, kFewRows = 16;
+constexpr int64_t kChunk = 512;   // keys of a unit of few rows: what it leaves is 1 % of what it reads
+
+// Fills in block sizes of 0 and the heads a unit takes; small calls get one thread. A sequence has at most `queries` in
+// most_q rows.
+const Kernels& cut_forward(Params& p, int family, int& threads, int64_t queries, int64_t most_q, int64_t most_k) {
     if (work_of(p) < 2e6) threads = 1;
+    // backward repeats the scores of the other kernel: the same order of additions, else exp(s - lse) is off where |s| is large
+    const bool plain = !p.grads && p.block_q == 0 && p.block_k == 0 && !p.dropout_threshold && p.mask_block_k == 0;
+    if (plain && queries <= kFewQueries && queries * p.group() <= kFewRows && !p.has(Fault::head_mod)) {
+        p.chunk = kChunk, p.block_q = std::max<int64_t>(1, queries), p.block_k = 64, p.share = p.group();
+        return kernels_for(family, p.q.dtype, true);
+    }
     if (p.block_k == 0) p.block_k = default_block(p, most_k, 192, 384);
     if (p.block_q == 0) {
         p.block_q = default_block(p, most_q, 384, 384);
@@ -243,8 +255,10 @@ const Kernels& cut_backward(Params& p, int family, int& threads, int64_t most_q,
 }  // namespace
 
 Cut cut(Params& p, bool backward, int family, int threads) {
-    const Kernels& kernels = (backward ? cut_backward : cut_forward)(p, family, threads, p.seqlen_q, p.seqlen_k);
-    return {kernels.name, threads, (backward ? kernels.backward_workspace : kernels.forward_workspace)(p)};
+    const Kernels& kernels = backward ? cut_backward(p, family, threads, p.seqlen_q, p.seqlen_k)
+                                      : cut_forward(p, family, threads, p.seqlen_q, p.seqlen_q, p.seqlen_k);
+    const auto workspace = backward ? kernels.backward_workspace : p.chunk ? kernels.decode_workspace : kernels.forward_workspace;
+    return {kernels.name, threads, workspace(p)};
 }
 
 int supported_families() {
@@ -262,10 +276,49 @@ int supported_families() {
 #endif
 }
 
+namespace {
+
+void run_few_rows(Params& p, const Kernels& kernels, std::vector<Sequence>& list, int threads) {
+    std::vector<Span> spans, merged;
+    int64_t chunks = 0, parts = 0, heads = 0;
+    for (Sequence& s : list) {
+        s.key_tile = s.extent_begin / p.chunk;
+        if (s.valid && s.q_len > 0 && s.window.key_end(s.q_len - 1) > s.extent_begin) {
+            s.tiles = ceil_div(s.window.key_end(s.q_len - 1), p.chunk) - s.key_tile;
+        }
+        spans.push_back({chunks, &s});
+        chunks += std::max<int64_t>(1, s.tiles);
+        if (s.tiles < 2) continue;
+        s.first_copy = parts;
+        parts += s.tiles;
+        merged.push_back({heads, &s});
+        heads += p.heads_q;
+    }
+    int64_t split = 1;  // of the key/value heads: all in one unit read memory in its order
+    while (split < p.heads_kv && (chunks * split < 2 * threads || p.heads_kv % split != 0)) ++split;
+    PoolLock lock;
+    const Workspaces spaces(threads, kernels.decode_workspace(p), static_cast<size_t>(parts) * kernels.decode_part(p));
+    p.tiles = spaces.tiles;
+    for (const Sequence& s : list) append(p, s);
+    each(threads, chunks * split, spaces, [&](int64_t unit, char* workspace) {
+        const Span& span = span_of(spans, unit / split);
+        const int64_t of_unit = p.heads_kv / split, begin = unit % split * of_unit;
+        kernels.decode(p, *span.sequence, begin, begin + of_unit, unit / split - span.first, workspace);
+    });
+    each(threads, heads, spaces, [&](int64_t unit, char* workspace) {
+        const Span& span = span_of(merged, unit);
+        kernels.merge(p, *span.sequence, unit - span.first, workspace);
+    });
+    trim_workspace();
+}
+
+}  // namespace
+
 void run_forward(Params& p, int family, int threads) {
     std::vector<Sequence> list = sequences(p);
-    const Kernels& kernels =
-        cut_forward(p, family, threads, longest(list, &Sequence::q_rows), longest(list, &Sequence::kv_len));
+    const Kernels& kernels = cut_forward(p, family, threads, longest(list, &Sequence::q_len), longest(list, &Sequence::q_rows),
+                                         longest(list, &Sequence::kv_len));
+    if (p.chunk > 0) return run_few_rows(p, kernels, list, threads);
     std::vector<Span> spans;
     int64_t units = 0, tiles = 0;
     for (Sequence& s : list) {
@@ -302,6 +355,15 @@ void zero_key_rows(const Params& p, const std::vector<Sequence>& list) {
             for (int64_t j = s.kv_len; j < s.k_rows; ++j)
                 for (int64_t h = 0; h < p.heads_kv; ++h)
                     std::memset(key_address(*x, p, s, j, h), 0, static_cast<size_t>(dim * x->bytes()));
+    }
+}
+
+// dq of rows from `begin` on.
+void zero_query_rows(const Params& p, const Sequence& s, int64_t head, int64_t begin) {
+    const View& x = p.dq;
+    const int64_t first = (p.packed ? s.q_row * x.stride[1] : s.index * x.stride[0]) + head * x.stride[2];
+    for (int64_t i = begin; i < s.q_rows; ++i) {
+        std::memset(x.data + (first + i * x.stride[1]) * x.bytes(), 0, static_cast<size_t>(p.dim * x.bytes()));
     }
 }
 
@@ -348,9 +410,8 @@ void run_backward(Params& p, int family, int threads) {
     const size_t slots = static_cast<size_t>(pages ? p.num_pages * p.page_size * p.heads_kv : 0);
     Zeroed delta(static_cast<size_t>(p.rows_q * p.heads_q) * real);
     Zeroed sink_part(static_cast<size_t>((p.batch + 1) * p.heads_q) * real);
-    Zeroed dq_sum(p.dq.present() ? static_cast<size_t>(p.rows_q * p.heads_q * p.dq_width) * real : 0);
     Zeroed dk_sum(slots * static_cast<size_t>(p.dim) * real), dv_sum(slots * static_cast<size_t>(p.dim_v) * real);
-    p.delta = delta.data(), p.dsink_part = sink_part.data(), p.dq_sum = dq_sum.data();
+    p.delta = delta.data(), p.dsink_part = sink_part.data();
     p.dk_sum = dk_sum.data(), p.dv_sum = dv_sum.data();
 
     const int64_t blocks_k = ceil_div(most_k, p.block_k);
@@ -365,11 +426,20 @@ void run_backward(Params& p, int family, int threads) {
     }
 
     PoolLock lock;
-    const Workspaces spaces(threads, kernels.backward_workspace(p), static_cast<size_t>(copies) * kernels.backward_tile(p));
-    p.tiles = spaces.tiles;
+    const bool sum_dq = p.dq.present() && blocks_k > 1;
+    const size_t dq_row = static_cast<size_t>(sum_dq ? p.dq_width : 0) * real;
+    const size_t dq_bytes = (static_cast<size_t>(p.rows_q * p.heads_q) * dq_row + 63) / 64 * 64;
+    const Workspaces spaces(threads, kernels.backward_workspace(p),
+                            dq_bytes + static_cast<size_t>(copies) * kernels.backward_tile(p));
+    p.dq_sum = sum_dq ? spaces.tiles : nullptr;
+    p.tiles = spaces.tiles + dq_bytes;
     const int64_t count = static_cast<int64_t>(list.size());
     each(threads, count * p.heads_q, spaces, [&](int64_t unit, char* workspace) {
-        kernels.delta(p, list[static_cast<size_t>(unit / p.heads_q)], unit % p.heads_q, workspace);
+        const Sequence& s = list[static_cast<size_t>(unit / p.heads_q)];
+        const int64_t head = unit % p.heads_q, row = head * p.rows_q + (p.packed ? s.q_row : s.index * p.seqlen_q);
+        if (sum_dq) std::memset(p.dq_sum + static_cast<size_t>(row) * dq_row, 0, static_cast<size_t>(s.q_rows) * dq_row);
+        else if (p.dq.present()) zero_query_rows(p, s, head, s.kv_len > 0 ? s.q_len : 0);
+        kernels.delta(p, s, head, workspace);
     });
     if (p.dsinks.present()) real == 8 ? add_sinks<double>(p) : add_sinks<float>(p);
     if (!products) return;
@@ -395,7 +465,7 @@ void run_backward(Params& p, int family, int threads) {
                     kernels.backward(p, s, kv, key_block, workspace, ordered ? turns.data() : nullptr);
             }
     });
-    if (p.dq.present()) {
+    if (sum_dq) {
         each(threads, count * p.heads_q, {}, [&](int64_t unit, char*) {
             const Sequence& s = list[static_cast<size_t>(unit / p.heads_q)];
             kernels.store_dq(p, s, unit % p.heads_q, 0, s.q_rows);

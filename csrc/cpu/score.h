@@ -226,30 +226,72 @@ private:
     }
 };
 
-// keep[r][c] = 1 where dropout keeps (i0 + r, j0 + c), r < rows, c < cols: one Philox call serves eight elements.
+typedef uint32_t U32V __attribute__((vector_size(kBytes)));
+
+// Both halves of a * b.
+ATTNLIB_INLINE void multiply(uint32_t a, U32V b, U32V& low, U32V& high) {
+#if defined(__AVX512F__)
+    const __m512i x = (__m512i)b, y = _mm512_set1_epi32(static_cast<int>(a));
+    const __m512i even = _mm512_mul_epu32(x, y), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), y);
+    low = (U32V)_mm512_mask_mov_epi32(even, 0xAAAA, _mm512_slli_epi64(odd, 32));
+    high = (U32V)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xAAAA, odd);
+#elif defined(__AVX2__)
+    const __m256i x = (__m256i)b, y = _mm256_set1_epi32(static_cast<int>(a));
+    const __m256i even = _mm256_mul_epu32(x, y), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), y);
+    low = (U32V)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    high = (U32V)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+#else
+    for (size_t lane = 0; lane < kBytes / 4; ++lane) {
+        const uint64_t product = static_cast<uint64_t>(a) * b[lane];
+        low[lane] = static_cast<uint32_t>(product), high[lane] = static_cast<uint32_t>(product >> 32);
+    }
+#endif
+}
+
+// keep[r][c] = 1 where dropout keeps (i0 + r, j0 + c), r < rows, c < cols: philox4x32_10 (common/philox.h) with a counter
+// in each lane; one serves rows r and r + 8 of four columns.
 inline __attribute__((noinline)) void fill_keep(const Params& p, const Sequence& seq, int64_t head, int64_t i0,
                                                 int64_t rows, int64_t j0, int64_t cols, uint8_t* keep, int64_t ld) {
+    constexpr int64_t n = kBytes / 4, piece = n < 8 ? n : 8;  // counters; those of neighbouring columns
+    typedef uint8_t Bytes __attribute__((vector_size(n)));
     const uint32_t threshold = static_cast<uint32_t>(p.dropout_threshold);
-    const uint32_t h = p.has(Fault::dropout_ignores_head) ? 0u : static_cast<uint32_t>(head);
+    const U32V ones = U32V{} + 1u;
+    U32V lane{};
+    for (int64_t x = 0; x < n; ++x) lane[x] = static_cast<uint32_t>(x);
     for (int64_t cell = i0 / 16 * 8; cell < (i0 + rows + 15) / 16 * 8; ++cell) {
-        const int64_t low = cell / 8 * 16 + cell % 8 - i0;  // row of the low halves; the high halves are 8 below
-        const bool has_low = low >= 0 && low < rows, has_high = low + 8 >= 0 && low + 8 < rows;
-        if (!has_low && !has_high) continue;
-        for (int64_t group = j0 / 32; group * 32 < j0 + cols; ++group) {
-            uint32_t word[4][8];
-#pragma GCC unroll 8
-            for (int lane = 0; lane < 8; ++lane) {
-                const PhiloxWords w = philox4x32_10(static_cast<uint32_t>(group * 8 + lane), static_cast<uint32_t>(cell), h,
-                                                    static_cast<uint32_t>(seq.index), p.seed);
-                for (int t = 0; t < 4; ++t) word[t][lane] = w.word[t];
+        const int64_t row[2] = {cell / 8 * 16 + cell % 8 - i0, cell / 8 * 16 + cell % 8 + 8 - i0};  // of low and high halves
+        if ((row[0] < 0 || row[0] >= rows) && (row[1] < 0 || row[1] >= rows)) continue;
+        for (int64_t first = j0 / 32 * 8; first / 8 * 32 < j0 + cols; first += n) {
+            U32V word[4] = {lane + static_cast<uint32_t>(first), U32V{} + static_cast<uint32_t>(cell),
+                            U32V{} + (p.has(Fault::dropout_ignores_head) ? 0u : static_cast<uint32_t>(head)),
+                            U32V{} + static_cast<uint32_t>(seq.index)};
+            uint32_t key0 = static_cast<uint32_t>(p.seed), key1 = static_cast<uint32_t>(p.seed >> 32);
+            for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
+                U32V low0, high0, low1, high1;
+                multiply(0xD2511F53u, word[0], low0, high0);
+                multiply(0xCD9E8D57u, word[2], low1, high1);
+                word[0] = high1 ^ word[1] ^ key0;
+                word[2] = high0 ^ word[3] ^ key1;
+                word[1] = low1, word[3] = low0;
             }
-            for (int64_t t = 0; t < 4; ++t)
-                for (int64_t lane = 0; lane < 8; ++lane) {
-                    const int64_t c = group * 32 + t * 8 + lane - j0;
-                    if (c < 0 || c >= cols) continue;
-                    if (has_low) keep[low * ld + c] = (word[t][lane] & 0xFFFFu) >= threshold;
-                    if (has_high) keep[(low + 8) * ld + c] = (word[t][lane] >> 16) >= threshold;
+            for (int half = 0; half < 2; ++half) {
+                if (row[half] < 0 || row[half] >= rows) continue;
+                uint8_t* to = keep + row[half] * ld;
+                for (int64_t t = 0; t < 4; ++t) {
+                    const U32V number = half ? word[t] >> 16 : word[t] & 0xFFFFu;
+                    const Bytes kept = __builtin_convertvector((U32V)(number >= threshold) & ones, Bytes);
+                    uint8_t bytes[n];
+                    std::memcpy(bytes, &kept, n);
+                    for (int64_t x = 0; x < n; x += piece) {
+                        const int64_t c = (first + x) / 8 * 32 + t * 8 + (first + x) % 8 - j0;
+                        if (c >= 0 && c + piece <= cols) {
+                            std::memcpy(to + c, bytes + x, piece);
+                            continue;
+                        }
+                        for (int64_t y = larger(-c, 0); y < smaller(piece, cols - c); ++y) to[c + y] = bytes[x + y];
+                    }
                 }
+            }
         }
     }
 }

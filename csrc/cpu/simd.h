@@ -199,6 +199,34 @@ template <class V> ATTNLIB_INLINE V interleave_high(V x, V y) {
     return interleave(x, y, static_cast<int>(kBytes / sizeof(x[0])) / 2);
 }
 
+// Lane i: the sum of the lanes of x[i].
+template <class R> ATTNLIB_INLINE Vec<R> fold(Vec<R> (&x)[lanes<R>]) {
+#if defined(__AVX512F__)
+    if constexpr (sizeof(R) == 4) {  // shuffles inside 128 bits first: twice as fast as general ones
+        __m512 y[8], z[4], w[2];
+        for (int i = 0; i < 8; ++i) {  // x[i] enters where reversing the bits of i puts it
+            const int at = (i & 1) << 3 | (i & 2) << 1 | (i & 4) >> 1;
+            const __m512 a = (__m512)x[at], b = (__m512)x[at + 1];
+            y[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        }
+        for (int i = 0; i < 4; ++i) {
+            const __m512d a = _mm512_castps_pd(y[i]), b = _mm512_castps_pd(y[i + 4]);
+            z[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        }
+        for (int i = 0; i < 2; ++i) {
+            const __m512 a = z[i], b = z[i + 2];
+            w[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+        }
+        return (Vec<R>)_mm512_add_ps(_mm512_shuffle_f32x4(w[0], w[1], 0x88), _mm512_shuffle_f32x4(w[0], w[1], 0xDD));
+    }
+#endif
+#pragma GCC unroll 4
+    for (int half = static_cast<int>(lanes<R>) / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; ++i) x[i] = interleave_low(x[i], x[i + half]) + interleave_high(x[i], x[i + half]);
+    return x[0];
+}
+
 ATTNLIB_INLINE float bits_to_float(uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, 4);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backward.h"
-#include "forward.h"
+#include "decode.h"
 
 namespace attnlib {
 namespace ATTNLIB_ISA {
@@ -21,6 +21,10 @@ template <class T> constexpr Kernels kernels_of(const char* name) {
             Forward<T>::tile_bytes,
             Forward<T>::fill_tile,
             Forward<T>::block,
+            Decode<T>::workspace,
+            Decode<T>::part_bytes,
+            Decode<T>::block,
+            Decode<T>::merge,
             Backward<T>::delta,
             Backward<T>::workspace,
             Backward<T>::tile_bytes,

@@ -126,13 +126,13 @@ struct Operands {
     Buffers<Config> buffers;
 
     __device__ __forceinline__ explicit Operands(unsigned char* shared)
-        : a(reinterpret_cast<T*>(shared)), b(a + G::tile_rows * G::ld),
-          probabilities(b + G::tile_rows * G::ld_v), buffers{probabilities + G::tile_rows * G::ld_p} {}
+        : a(reinterpret_cast<T*>(in_register(shared))), b(a + G::tile_rows * G::dim),
+          probabilities(b + G::tile_rows * G::dim_v), buffers{probabilities + G::tile_rows * G::tile_columns} {}
 
     template <class From>
     __device__ __forceinline__ void load(const From& from_a, const From& from_b, int row) {
-        load_tile<Config, G::tile_rows, G::dim, G::ld>(a, from_a, row);
-        load_tile<Config, G::tile_rows, G::dim_v, G::ld_v>(b, from_b, row);
+        load_tile<Config, G::dim>(a, from_a, row);
+        load_tile<Config, G::dim_v>(b, from_b, row);
     }
 
     // s = a . c and ds = b . d, whose rows begin at `row`.
@@ -141,9 +141,9 @@ struct Operands {
         T (&s)[G::rows][G::columns], T (&ds)[G::rows][G::columns], const G& tile, DotSlice<Config>& slice_c,
         DotSlice<Config>& slice_d, const From& c, const From& d, int row, const Then& then) {
         fill(s, T(0));
-        dots<Config, G::dim / G::depth, G::ld>(s, tile, a, buffers, slice_c, c, row, ahead(slice_d, d, row));
+        dots<Config, G::dim / G::depth>(s, tile, a, buffers, slice_c, c, row, ahead(slice_d, d, row));
         fill(ds, T(0));
-        dots<Config, G::dim_v / G::depth, G::ld_v>(ds, tile, b, buffers, slice_d, d, row, then);
+        dots<Config, G::dim_v / G::depth>(ds, tile, b, buffers, slice_d, d, row, then);
     }
 };
 

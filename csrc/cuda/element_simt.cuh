@@ -107,6 +107,16 @@ __device__ __forceinline__ void recompute(T& x) {
 #endif
 }
 
+// The same place in shared memory, from where it is in a register: sm_90 would look up its block's window for every read.
+template <class T>
+__device__ __forceinline__ T* in_register(T* pointer) {
+#if defined(__CUDACC__)
+    recompute(pointer);
+    __builtin_assume(__isShared(pointer));
+#endif
+    return pointer;
+}
+
 // One number of an operand whose dtype is only known at run time: 0 float32, 1 float16, 2 bfloat16, 3 float64.
 template <class T>
 __device__ __forceinline__ T read_number(uint64_t base, int type, int64_t index) {

@@ -18,9 +18,9 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     using T = typename G::number;
     using element = typename G::element;
     const G tile;
-    T* const q_tile = reinterpret_cast<T*>(shared);
-    T* const p_tile = q_tile + G::tile_rows * G::ld;
-    Buffers<Config> buffers{p_tile + G::tile_rows * G::ld_p};
+    T* const q_tile = reinterpret_cast<T*>(in_register(shared));
+    T* const p_tile = q_tile + G::tile_rows * G::dim;
+    Buffers<Config> buffers{p_tile + G::tile_rows * G::tile_columns};
     const int unit = blockIdx.x % p.units, rest = blockIdx.x / p.units;
     const int part = p.tiles - 1 - rest % p.tiles, split = rest / p.tiles;
     const int head = unit % p.heads_q;
@@ -28,6 +28,7 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     if (p.cu_q && !find_tile(p, p.cu_q, p.total_q, G::tile_rows, part, b, within)) return;
     const Sequence seq = sequence_of(p, b);
     const int i0 = within * G::tile_rows, i1 = clip(i0 + G::tile_rows, 0, seq.q_len);
+    const bool busy = i0 + static_cast<int>(threadIdx.x >> 5) * G::team_rows < i1;   // whether the team has a query
     const int head_kv = Config::fault == head_mod ? head % p.heads_kv : head / (p.heads_q / p.heads_kv);
     const Scoring<Config> scoring(p, seq, head);
     const Range seen = scoring.keys_seen(i0, i1);
@@ -55,7 +56,7 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
     int j0 = next_tile(static_cast<int>(first_tile + tiles * split / p.splits) * G::tile_columns);
     if (j0 < stop) {
         key_slice.load(k, j0, 0, buffers.now());
-        load_tile<Config, G::tile_rows, G::dim, G::ld>(q_tile, q, i0);
+        load_tile<Config, G::dim>(q_tile, q, i0);
         key_slice.store(buffers.now());
     }
     __syncthreads();
@@ -63,7 +64,7 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
         const int following = next_tile(j0 + G::tile_columns);
         T s[G::rows][G::columns];
         fill(s, T(0));
-        dots<Config, G::dim / G::depth, G::ld>(s, tile, q_tile, buffers, key_slice, k, j0, ahead(value_slice, v, j0));
+        dots<Config, G::dim / G::depth>(s, tile, q_tile, buffers, key_slice, k, j0, ahead(value_slice, v, j0), busy);
         const int row = i0 + tile.row, column = j0 + tile.x;
         T none[1][1];
         scoring.template apply<false, false>(p, s, none, row, column);
@@ -99,7 +100,7 @@ __device__ __forceinline__ void forward_simt_kernel(const SimtParams& p, unsigne
         }
         put_probabilities(p_tile, tile, s);
         products<Config, Config::step_v, G::wide_v>(o, tile, p_tile, buffers, value_slice, v, j0,
-                                                    ahead(key_slice, k, following, following < stop));
+                                                    ahead(key_slice, k, following, following < stop), busy);
         j0 = following;
     }
 

@@ -67,6 +67,12 @@ struct Slice {
         }
     };
 
+    // Where the thread's n'th quad goes: a constant away from the first, where that is known.
+    __device__ __forceinline__ static number* target(number* to, int n) {
+        const Place place(threads % per_row == 0 ? 0 : n);
+        return to + place.row * ld + place.column + (threads % per_row == 0 ? n * (threads / per_row) * ld : 0);
+    }
+
     template <class From>
     __device__ __forceinline__ void load(From source, int row, int column, number* to) {
         recompute(source.stride);   // addresses of every quad, kept from tile to tile, would cost more registers than time
@@ -82,7 +88,7 @@ struct Slice {
             const element* from = next;
             if constexpr (!From::has_pages && threads % per_row == 0) next += step;
             else if (any) from = source.at(row + place.row) + column + place.column;
-            if constexpr (copied<Config>) copy_quad(to + place.row * ld + place.column, from, any);
+            if constexpr (copied<Config>) copy_quad(target(to, n), from, any);
             else held[n] = any ? source.read(from, column + place.column) : Quad<element>{};
         }
     }
@@ -91,24 +97,43 @@ struct Slice {
 #pragma unroll
         for (int n = 0; n < each; ++n) {
             const Place place(n);
-            if (place.exists) write_quad(to + place.row * ld + place.column, held[n]);
+            if (place.exists) write_quad(target(to, n), held[n]);
         }
     }
 };
 
-// A whole tile of `count` rows that stays in shared memory.
-template <class Config, int count, int size, int ld, class From, class number>
+// A whole tile that stays in shared memory, for the left of products (Tile::place). Neighbours read 32 bytes of a row; all
+// quads of a flight are on their way before the first is stored.
+template <class Config, int size, class From, class number>
 __device__ __forceinline__ void load_tile(number* to, const From& source, int row) {
-    constexpr int per_row = size / 4;
-#pragma unroll 4
-    for (int index = threadIdx.x; index < count * per_row; index += Config::threads) {
-        const int within = index / per_row, column = index % per_row * 4;
-        const bool any = source.has(row + within) && (Config::exact || column < source.columns);
-        const auto* from = any ? source.at(row + within) + column : source.base;
-        if constexpr (copied<Config>) copy_quad(to + within * ld + column, from, any);
-        else write_quad(to + within * ld + column, any ? source.read(from, column) : decltype(source.read(from, 0)){});
+    using G = Tile<Config>;
+    using Held = Quad<typename Config::element>;
+    constexpr int rows = G::tile_rows, pairs = Config::threads / 2, total = rows * size / 4;
+    constexpr int most = Config::vectors ? (sizeof(Held) > 16 ? 8 : 16) : 4, whole = (total - 1) / Config::threads + 1;
+    constexpr int flight = whole < most ? whole : most;
+    const int pair = threadIdx.x / 2, within = pair % rows, column = (pair / rows * 2 + threadIdx.x % 2) * 4;
+    const int team = within / G::team_rows, y = within % G::steps, i = within % G::team_rows / G::steps;
+    number* const own = to + team * G::team_rows * size + i % G::run;
+#pragma unroll 1
+    for (int first = 0; first < total; first += flight * Config::threads) {
+        Held held[flight];
+        const auto each = [&](const auto& use) {   // a quad's rows and columns behind the thread's first
+#pragma unroll
+            for (int n = 0; n < flight; ++n) {
+                const int passed = first / 2 + n * pairs, right = passed / rows * 8;
+                if (total % (flight * Config::threads) == 0 || column + right < size) use(held[n], rows > pairs ? passed % rows : 0, right);
+            }
+        };
+        each([&](Held& quad, int down, int right) {
+            const bool any = source.has(row + within + down) && (Config::exact || column + right < source.columns);
+            quad = any ? source.read(source.at(row + within + down) + column + right, column + right) : Held{};
+        });
+        each([&](const Held& quad, int down, int right) {   // places repeat every eight columns
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                own[G::place(y, i / G::run, column + e) + down * size + right * G::team_rows] = widen<number>(quad.x[e]);
+        });
     }
-    if constexpr (copied<Config>) wait_for_copies();
 }
 
 // The two buffers that slices stream through.

@@ -39,6 +39,8 @@ template <class T>
 struct alignas(16) Vector { T x[16 / sizeof(T)]; };
 template <class T>
 struct alignas(4 * sizeof(T)) Quad { T x[4]; };
+template <class T, int count>
+struct alignas(count * sizeof(T)) Run { T x[count]; };
 
 // How a block shares a tile, and the sizes that follow from a Config.
 template <class Config>
@@ -53,8 +55,8 @@ struct Tile {
     static constexpr int depth = Config::depth;                   // of a slice of a dot
     static constexpr int dim = Config::head_dim, dim_v = Config::head_dim_v;            // multiples of depth
     static constexpr int wide = round_up(dim, 4 * lanes), wide_v = round_up(dim_v, 4 * lanes);   // as columns
-    static constexpr int ld = dim + width, ld_v = dim_v + width;  // odd in vectors: no bank conflicts
-    static constexpr int ld_slice = depth + width, ld_p = tile_columns + 2 * width;
+    static constexpr int ld_slice = depth + width;                // odd in vectors: no bank conflicts
+    static constexpr int run = rows < width ? rows : width, runs = rows / run, chunks = runs * steps;   // of a column
     static constexpr int unroll = Config::unroll;
 
     int x, y, row;   // row: the thread's first in the tile
@@ -66,6 +68,17 @@ struct Tile {
         else y = 0, x = lane;
         row = (threadIdx.x >> 5) * team_rows + y;
     }
+
+    // A tile that stands on the left of a product is kept column by column, team by team: where in a team's columns the
+    // thread with this y has its rows run, run + 1, ... of column k. With a column in consecutive registers, multiply-adds
+    // can take the row and the sum from the two different register banks, k after k. The turns, whose number depends on
+    // k, keep neighbours that write different columns at once off each other's memory banks.
+    __device__ __forceinline__ static int place(int y, int group, int k) {
+        constexpr int per_turn = chunks >= 8 ? 1 : 8 / chunks, first = steps > 1 ? 2 : 1;
+        const int turn = k / per_turn % 4 * first % chunks;
+        return (k * chunks + ((group ^ turn / steps) * steps + (y ^ turn % steps))) * run;
+    }
+
     static constexpr int first_x = lanes == 32 ? 1 : 2;   // lane bits that x is made of: first_x, 2 first_x, ...
 
     template <class Combine>
@@ -93,10 +106,16 @@ __device__ __forceinline__ void fill(T (&s)[rows][columns], T value) {
 template <class Config, class T>
 __device__ __forceinline__ void put_probabilities(T* p, const Tile<Config>& tile, const T (&s)[Tile<Config>::rows][Tile<Config>::columns]) {
     using G = Tile<Config>;
+    T* const own = p + (threadIdx.x >> 5) * G::team_rows * G::tile_columns;
 #pragma unroll
-    for (int i = 0; i < G::rows; ++i)
+    for (int j = 0; j < G::columns; ++j)
 #pragma unroll
-        for (int j = 0; j < G::columns; ++j) p[(tile.row + i * G::steps) * G::ld_p + tile.x + j * G::lanes] = s[i][j];
+        for (int group = 0; group < G::runs; ++group) {
+            Run<T, G::run> run;
+#pragma unroll
+            for (int n = 0; n < G::run; ++n) run.x[n] = s[group * G::run + n][j];
+            *reinterpret_cast<Run<T, G::run>*>(own + G::place(tile.y, group, tile.x + j * G::lanes)) = run;
+        }
     sync_team();
 }
 
@@ -106,7 +125,6 @@ __device__ __forceinline__ void write_rows(
     element* to, int64_t stride, int columns, const Tile<Config>& tile, int count,
     const T (&o)[Tile<Config>::rows][wide / Tile<Config>::lanes], const Change& change) {
     using G = Tile<Config>;
-    struct alignas(G::width * sizeof(element)) Run { element x[G::width]; };
 #pragma unroll
     for (int i = 0; i < G::rows; ++i) {
         const int row = tile.row + i * G::steps;
@@ -115,11 +133,11 @@ __device__ __forceinline__ void write_rows(
         for (int group = 0; group < wide / G::lanes / G::width; ++group) {
             const int column = (group * G::lanes + tile.x) * G::width;
             element* at = to + row * stride + column;
-            Run run;
+            Run<element, G::width> run;
 #pragma unroll
             for (int w = 0; w < G::width; ++w) narrow(change(i, o[i][group * G::width + w]), run.x[w]);
             if (columns % G::width == 0) {
-                if (column < columns) *reinterpret_cast<Run*>(at) = run;
+                if (column < columns) *reinterpret_cast<Run<element, G::width>*>(at) = run;
             } else {
 #pragma unroll
                 for (int w = 0; w < G::width; ++w)

@@ -30,6 +30,7 @@ from .tile import (
     at_keys,
     bounded,
     call_of,
+    figures_zero,
     head_of,
     inside,
     keeps,
@@ -40,21 +41,24 @@ from .tile import (
     only,
     own_tile,
     row_zero,
-    rows_dot,
     scaled,
     scores,
     scores_dot,
     sequence,
     store,
+    values_dot,
+    visible,
     zeros,
 )
 
 
 class Queries(NamedTuple):
-    """What is read of each query: q, dO, and `stride` apart what `rows` prepared."""
+    """What is read of each query: q, dO, their maps, and `stride` apart what `rows` prepared."""
 
     q: Rows
     dout: Rows
+    q_map: tl.tensor
+    dout_map: tl.tensor
     rows: tl.tensor
     stride: tl.tensor
 
@@ -63,6 +67,7 @@ class Queries(NamedTuple):
 def rows(
     OUT, DOUT, LSE, STATS, DLSE, ROWS, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K,
     do_b, do_i, do_h, given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, left, units, tiles, rows_all,
+    lines, figures_all,
     C: tl.constexpr,
 ):  # fmt: skip
     """What the other kernels need of each query."""
@@ -90,50 +95,64 @@ def rows(
     if C.dlse:
         delta -= tl.load(DLSE + at, mask=seen, other=0.0)
     owned = i < seq.rows
-    tl.store(ROWS + at, delta, mask=owned)
+    figures = ROWS + figures_zero(lengths, seq, head, heads_q, lines, C) + i
+    tl.store(figures, delta, mask=owned)
     if C.statistics:
         m = tl.load(STATS + at, mask=seen, other=float("inf"))
-        tl.store(ROWS + rows_all + at, m, mask=owned)
+        tl.store(figures + figures_all, m, mask=owned)
         total = tl.load(STATS + rows_all + at, mask=seen, other=1.0)
-        tl.store(ROWS + 2 * rows_all.to(tl.int64) + at, 1.0 / total, mask=owned)
+        tl.store(figures + 2 * figures_all.to(tl.int64), 1.0 / total, mask=owned)
     else:
         if not C.natural:
             lse *= LOG2E
-        tl.store(ROWS + rows_all + at, tl.where(seen, lse, float("inf")), mask=owned)
+        tl.store(figures + figures_all, tl.where(seen, lse, float("inf")), mask=owned)
 
 
 @triton.jit
-def _load(queries, at, seq, head, i0, TRANSPOSED: tl.constexpr, C: tl.constexpr):
+def _load(queries, at, seq, head, i0, EDGE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """A tile of queries: q and where it comes from, dO, (delta, what is subtracted from s, 1/l), rows or columns.
 
-    at: place of the head's query 0 in queries.rows.
+    at: place of the head's query 0 in queries.rows. EDGE: whether some of the queries may not be there.
     """
-    q, q_rows = load_queries(queries.q, seq, head, i0, False, C)
-    dout, _ = load_queries(queries.dout, seq, head, i0, True, C)
-    ok = q_rows[2]
-    at += i0 + tl.arange(0, C.block_m)
-    delta = tl.load(queries.rows + at, mask=ok, other=0.0)
-    m = tl.load(queries.rows + queries.stride + at, mask=ok, other=float("inf"))
+    q, q_rows = load_queries(queries.q, queries.q_map, seq, head, i0, False, EDGE, C)
+    dout, dout_rows = load_queries(queries.dout, queries.dout_map, seq, head, i0, True, EDGE, C)
+    at = queries.rows + (at + i0) + tl.arange(0, C.block_m)
+    delta = _figure(at, q_rows[2], 0.0, EDGE)
+    m = _figure(at + queries.stride, q_rows[2], float("inf"), EDGE)
     inverse = m
     if C.statistics:
-        inverse = tl.load(queries.rows + 2 * queries.stride.to(tl.int64) + at, mask=ok, other=0.0)
+        inverse = _figure(at + 2 * queries.stride.to(tl.int64), q_rows[2], 0.0, EDGE)
     if TRANSPOSED:
-        return q, q_rows, dout, (delta[None, :], m[None, :], inverse[None, :])
+        return q, q_rows, dout, dout_rows, (delta[None, :], m[None, :], inverse[None, :])
     else:
-        return q, q_rows, dout, (delta[:, None], m[:, None], inverse[:, None])
+        return q, q_rows, dout, dout_rows, (delta[:, None], m[:, None], inverse[:, None])
+
+
+@triton.jit
+def _figure(ptr, ok, other, EDGE: tl.constexpr):
+    if EDGE:
+        return tl.load(ptr, mask=ok, other=other)
+    else:
+        return tl.load(ptr)
 
 
 @triton.jit
 def _gradients(x, dp, figures, place, seq, call, EDGE: tl.constexpr, TRANSPOSED: tl.constexpr, C: tl.constexpr):
     """keep p, ds before the softcap, ds behind it, of one tile; x = q.k, dp = dO.v, figures as from _load."""
     delta, m, inverse = figures
-    s, t = scores(x, place, seq, call.extras, call.scalars, EDGE, C)
-    if C.natural:
-        p = tl.exp2((s - m) * LOG2E)
-        if C.statistics:
-            p *= inverse
+    if C.raw:
+        t = x * call.scalars.factor - m
+        if EDGE:
+            t = tl.where(visible(place, seq, call.scalars, C), t, float("-inf"))
+        p = tl.exp2(t)
     else:
-        p = tl.exp2(s - m)
+        s, t = scores(x, place, seq, call.extras, call.scalars, EDGE, C)
+        if C.natural:
+            p = tl.exp2((s - m) * LOG2E)
+            if C.statistics:
+                p *= inverse
+        else:
+            p = tl.exp2(s - m)
     kept = p
     if C.dropout:
         keep = keeps(call.seed, place, call.scalars.threshold, C.block_m, C.block_n, TRANSPOSED)
@@ -147,12 +166,13 @@ def _gradients(x, dp, figures, place, seq, call, EDGE: tl.constexpr, TRANSPOSED:
 
 
 @triton.jit
-def _of_keys(q, q_rows, dout, figures, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
+def _of_keys(q, q_rows, dout, dout_rows, figures, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
     """The keys of a tile, and ds before and behind the softcap."""
     k, k_rows = load_keys(call, seq, kv_head, place.j0, False, EDGE, C)
-    v, _ = load_keys(call, seq, kv_head, place.j0, True, EDGE, C)
+    v, v_rows = load_keys(call, seq, kv_head, place.j0, True, EDGE, C)
     x = scores_dot(q, q_rows, k, k_rows, C.block_m, C.block_n, C)
-    _, ds, bent = _gradients(x, rows_dot(dout, v, C), figures, place, seq, call, EDGE, False, C)
+    dp = values_dot(dout, dout_rows, v, v_rows, C.block_m, C.block_n, C)
+    _, ds, bent = _gradients(x, dp, figures, place, seq, call, EDGE, False, C)
     return k, ds, bent
 
 
@@ -161,12 +181,13 @@ def _of_keys(q, q_rows, dout, figures, kv_head, place, seq, call, EDGE: tl.const
 
 @triton.jit
 def _over_keys(
-    dq, q, q_rows, dout, figures, kv_head, dbias, start, stop, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr
+    dq, q, q_rows, dout, dout_rows, figures, kv_head, dbias, start, stop, place, seq, call, EDGE: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     for j0 in tl.range(start, stop, C.block_n):
         here = at_keys(place, j0, C)
         if not C.blocks or any_block(call.extras, here, seq, C):
-            k, ds, bent = _of_keys(q, q_rows, dout, figures, kv_head, here, seq, call, EDGE, C)
+            k, ds, bent = _of_keys(q, q_rows, dout, dout_rows, figures, kv_head, here, seq, call, EDGE, C)
             if C.bias_store:
                 first = dbias.ptr + place.b.to(tl.int64) * dbias.b + place.head0.to(tl.int64) * dbias.h
                 first += tl.cast(place.i0, tl.int64) * dbias.i + tl.cast(j0, tl.int64) * dbias.j
@@ -178,11 +199,12 @@ def _over_keys(
 
 @triton.jit
 def query_gradient(
-    Q, K, V, DOUT, DQ, DBIAS, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b,
-    q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dq_b, dq_i, dq_h, dbias_b, dbias_h, dbias_i, dbias_j,
-    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b,
-    alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns, left, right,
-    page_size, block_q, block_k, threshold, units, tiles, section, rows_all, factor, cap, keep_scale, scale,
+    Q, K, V, K_MAP, V_MAP, Q_MAP, DOUT_MAP, DOUT, DQ, DBIAS, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS,
+    NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dq_b, dq_i,
+    dq_h, dbias_b, dbias_h, dbias_i, dbias_j, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j,
+    blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q,
+    total_k, heads_q, group, columns, left, right, page_size, block_q, block_k, threshold, units, tiles, section,
+    lines, figures_all, factor, cap, keep_scale, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """dq, and dbias where no two pairs share an element of it."""
@@ -190,10 +212,10 @@ def query_gradient(
     N: tl.constexpr = C.block_n
     index, head, tile = own_tile(units, tiles, section, heads_q, CU_Q, batch, total_q, M, C.packed, C.right)
     call = call_of(
-        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
-        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
-        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0, columns, left, right,
-        page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
+        K, V, K_MAP, V_MAP, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i,
+        k_h, v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h,
+        blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0,
+        columns, left, right, page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
     )  # fmt: skip
     seq = sequence(call.lengths, call.scalars, index, C)
     i0 = tile * M
@@ -202,17 +224,21 @@ def query_gradient(
     row = tl.arange(0, M)
     i = i0 + row
     start, stop, whole = key_range(i0, M, seq, call.scalars, C)
-    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), ROWS, rows_all)
-    at = row_zero(call.lengths, seq, head, heads_q, C)
-    q, q_rows, dout, figures = _load(queries, at, seq, head, i0, False, C)
+    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), Q_MAP, DOUT_MAP, ROWS, figures_all)
+    at = figures_zero(call.lengths, seq, head, heads_q, lines, C)
+    q, q_rows, dout, dout_rows, figures = _load(queries, at, seq, head, i0, True, False, C)
     place = Place(index, head, head, i[:, None], row[None, :], i0, 0)
     dbias = Map(DBIAS, dbias_b, dbias_h, dbias_i, dbias_j)
     dq = zeros(M, False, C)
     middle = start
     if C.phases:
         middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
-        dq = _over_keys(dq, q, q_rows, dout, figures, head // group, dbias, start, middle, place, seq, call, False, C)
-    dq = _over_keys(dq, q, q_rows, dout, figures, head // group, dbias, middle, stop, place, seq, call, True, C)
+        dq = _over_keys(
+            dq, q, q_rows, dout, dout_rows, figures, head // group, dbias, start, middle, place, seq, call, False, C
+        )
+    dq = _over_keys(
+        dq, q, q_rows, dout, dout_rows, figures, head // group, dbias, middle, stop, place, seq, call, True, C
+    )
     if C.query:
         ptr = head_of(Rows(DQ, dq_b, dq_i, dq_h), seq, head) + (seq.q_row + tl.cast(i0, tl.int64)) * dq_i
         store(ptr, row * dq_i, i < seq.rows, scaled(dq, scale), False, C)
@@ -223,16 +249,22 @@ def query_gradient(
 
 @triton.jit
 def _over_queries(
-    dk, dv, k, k_rows, v, queries, at, start, stop, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr
+    dk, dv, k, k_rows, v, v_rows, queries, at, start, stop, full, last, place, seq, call, EDGE: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
+    """Tiles of queries from start on; EDGE: from `full` on they are those from `last` on."""
     M: tl.constexpr = C.block_m
-    for i0 in tl.range(start, stop, M):
+    for first in tl.range(start, stop, M):
+        i0 = first
+        if EDGE:
+            i0 = tl.where(first < full, first, last)
+        i0 = tl.multiple_of(i0, M)
         i = i0 + tl.arange(0, M)
         here = Place(place.b, place.head, place.head0, i[None, :], place.j, i0, place.j0)
         if not C.blocks or any_block(call.extras, here, seq, C):
-            q, q_rows, dout, figures = _load(queries, at, seq, place.head, i0, True, C)
+            q, q_rows, dout, dout_rows, figures = _load(queries, at, seq, place.head, i0, EDGE, True, C)
             x = scores_dot(k, k_rows, q, q_rows, C.block_n, M, C)
-            dp = rows_dot(v, dout, C)
+            dp = values_dot(v, v_rows, dout, dout_rows, C.block_n, M, C)
             kept, _, bent = _gradients(x, dp, figures, here, seq, call, EDGE, True, C)
             dv = add_product(kept, dout, dv, C)
             dk = add_product(bent, q, dk, C)
@@ -241,11 +273,12 @@ def _over_queries(
 
 @triton.jit
 def key_gradient(
-    Q, K, V, DOUT, DK, DV, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b,
-    q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dk_b, dk_i, dk_h, dv_b, dv_i, dv_h, bias_b, bias_h,
-    bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h,
-    table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns, left, right, page_size,
-    block_q, block_k, threshold, units, tiles, section, rows_all, factor, cap, keep_scale, scale,
+    Q, K, V, K_MAP, V_MAP, Q_MAP, DOUT_MAP, DOUT, DK, DV, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS,
+    CU_Q, CU_K, TABLE, SEED, q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, dk_b, dk_i, dk_h, dv_b,
+    dv_i, dv_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i,
+    blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, heads_q, group,
+    columns, left, right, page_size, block_q, block_k, threshold, units, tiles, section, lines, figures_all, factor,
+    cap, keep_scale, scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys. Of pages: into one row a token of each sequence, which `page_gradient` sums."""
@@ -255,10 +288,10 @@ def key_gradient(
         units, tiles, section, heads_q // group, CU_K, batch, total_k, N, C.packed and not C.paged, False
     )
     call = call_of(
-        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
-        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
-        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0, columns, left, right,
-        page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
+        K, V, K_MAP, V_MAP, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i,
+        k_h, v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h,
+        blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0,
+        columns, left, right, page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
     )  # fmt: skip
     seq = sequence(call.lengths, call.scalars, index, C)
     j0 = tile * N
@@ -278,22 +311,28 @@ def key_gradient(
         stop = start
     if C.right:
         full = tl.minimum(tl.cdiv(bounded(end - 1 - seq.shift - right, start, stop), M) * M, stop)
+    whole = full + (stop - full) // M * M  # from here on some of a tile's queries are not there
+    edges = full + tl.where(whole < stop, M, 0)
     if not C.phases:
         full = stop
+        edges = stop
 
     k, k_rows = load_keys(call, seq, kv_head, j0, False, True, C)
-    v, _ = load_keys(call, seq, kv_head, j0, True, True, C)
-    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), ROWS, rows_all)
+    v, v_rows = load_keys(call, seq, kv_head, j0, True, True, C)
+    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), Q_MAP, DOUT_MAP, ROWS, figures_all)
     dk = zeros(N, False, C)
     dv = zeros(N, True, C)
     for g in tl.range(0, group):
         head = kv_head * group + g
-        at = row_zero(call.lengths, seq, head, heads_q, C)
+        at = figures_zero(call.lengths, seq, head, heads_q, lines, C)
         place = Place(index, head, head, key[None, :], j[:, None], 0, j0)
-        if C.right or not C.phases:
-            dk, dv = _over_queries(dk, dv, k, k_rows, v, queries, at, start, full, place, seq, call, True, C)
+        dk, dv = _over_queries(
+            dk, dv, k, k_rows, v, v_rows, queries, at, start, edges, full, whole, place, seq, call, True, C
+        )  # fmt: skip
         if C.phases:
-            dk, dv = _over_queries(dk, dv, k, k_rows, v, queries, at, full, stop, place, seq, call, False, C)
+            dk, dv = _over_queries(
+                dk, dv, k, k_rows, v, v_rows, queries, at, full, whole, full, whole, place, seq, call, False, C
+            )  # fmt: skip
     dk = only(dk, j < seq.kv_len)  # a tile that every query sees is not tested for the end of the keys
     dv = only(dv, j < seq.kv_len)
     owned = j < seq.keys
@@ -346,11 +385,11 @@ def page_gradient(
 
 @triton.jit
 def bias_gradient(
-    Q, K, V, DOUT, PARTIAL, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b,
-    q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i,
-    mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k,
-    total_q, total_k, heads_q, group, columns, left, right, page_size, block_q, block_k, threshold, rows_all, size_b,
-    size_h, size_i, size_j, tiles_i, tiles_j, elements, factor, cap, keep_scale,
+    Q, K, V, K_MAP, V_MAP, DOUT, PARTIAL, ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K,
+    TABLE, SEED, q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, do_b, do_i, do_h, bias_b, bias_h, bias_i, bias_j,
+    mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch,
+    seqlen_q, seqlen_k, total_q, total_k, heads_q, group, columns, left, right, page_size, block_q, block_k,
+    threshold, lines, figures_all, size_b, size_h, size_i, size_j, tiles_i, tiles_j, elements, factor, cap, keep_scale,
     C: tl.constexpr,
 ):  # fmt: skip
     """dbias of a bias that several pairs share: a program sums over the pairs of a tile of its elements.
@@ -364,12 +403,12 @@ def bias_gradient(
     row = tl.arange(0, M)
     key = tl.arange(0, N)
     call = call_of(
-        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
-        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
-        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0, columns, left, right,
-        page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
+        K, V, K_MAP, V_MAP, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i,
+        k_h, v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h,
+        blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, 0,
+        columns, left, right, page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
     )  # fmt: skip
-    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), ROWS, rows_all)
+    queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), 0, 0, ROWS, figures_all)
     own_i = tl.where(size_i == 1, 1, tiles_i)
     own_j = tl.where(size_j == 1, 1, tiles_j)
     pid = tl.program_id(0)
@@ -402,9 +441,9 @@ def bias_gradient(
             if wanted:
                 wanted = any_block(call.extras, here, seq, C)
         if wanted:
-            at = row_zero(call.lengths, seq, head, heads_q, C)
-            q, q_rows, dout, figures = _load(queries, at, seq, head, i0, False, C)
-            _, ds, _ = _of_keys(q, q_rows, dout, figures, head // group, here, seq, call, True, C)
+            at = figures_zero(call.lengths, seq, head, heads_q, lines, C)
+            q, q_rows, dout, dout_rows, figures = _load(queries, at, seq, head, i0, True, False, C)
+            _, ds, _ = _of_keys(q, q_rows, dout, dout_rows, figures, head // group, here, seq, call, True, C)
             acc += ds
     i = my_i * M + row
     j = my_j * N + key
@@ -423,7 +462,7 @@ def bias_gradient(
 
 
 @triton.jit
-def sink_gradient(DSINKS, SINKS, ROWS, LSE, seqlen_q, rows_all, heads_q, C: tl.constexpr):
+def sink_gradient(DSINKS, SINKS, ROWS, LSE, seqlen_q, rows_all, heads_q, lines, C: tl.constexpr):
     """dsink_h = -sum_i exp(sink_h - lse_i) delta_i, one program a head."""
     S: tl.constexpr = C.scan
     head = tl.program_id(0)
@@ -435,10 +474,13 @@ def sink_gradient(DSINKS, SINKS, ROWS, LSE, seqlen_q, rows_all, heads_q, C: tl.c
         ok = row < each
         if C.packed:
             at = head.to(tl.int64) * each + row
+            line = at
         else:
-            at = (row // seqlen_q * heads_q + head).to(tl.int64) * seqlen_q + row % seqlen_q
+            first_row = (row // seqlen_q * heads_q + head).to(tl.int64)
+            at = first_row * seqlen_q + row % seqlen_q
+            line = first_row * lines + row % seqlen_q
         lse = tl.load(LSE + at, mask=ok, other=float("inf"))
-        delta = tl.load(ROWS + at, mask=ok, other=0.0)
+        delta = tl.load(ROWS + line, mask=ok, other=0.0)
         share = tl.exp2((sink - lse) * LOG2E)
         acc += tl.where(lse == float("-inf"), 0.0, share * delta)
     tl.store(DSINKS + head, tl.load(DSINKS + head) - tl.sum(acc, 0))

@@ -29,6 +29,7 @@ from .tile import (
     key_range,
     load,
     load_keys,
+    load_mapped,
     only,
     own_tile,
     row_zero,
@@ -37,20 +38,17 @@ from .tile import (
     scores_dot,
     sequence,
     store,
+    visible,
     zeros,
 )
 
 
 @triton.jit
-def _take(state, q, q_rows, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
-    """One tile of keys into (acc, m, l)."""
-    M: tl.constexpr = C.block_m
-    N: tl.constexpr = C.block_n
-    acc, m, total = state
-    k, k_rows = load_keys(call, seq, kv_head, place.j0, False, EDGE, C)
-    v, _ = load_keys(call, seq, kv_head, place.j0, True, EDGE, C)
-    x = scores_dot(q, q_rows, k, k_rows, M, N, C)
-    if C.raw and not EDGE:
+def _weights(x, m, total, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
+    """From q.k of a tile: p, the new maximum, by what to multiply what was summed before, the new sum."""
+    if C.raw:
+        if EDGE:
+            x = tl.where(visible(place, seq, call.scalars, C), x, float("-inf"))
         highest = tl.maximum(m, tl.max(x, 1) * call.scalars.factor)
         finite = tl.where(highest == float("-inf"), 0.0, highest)
         p = tl.exp2(x * call.scalars.factor - finite[:, None])
@@ -65,7 +63,19 @@ def _take(state, q, q_rows, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl
         else:
             p = tl.exp2(s - finite[:, None])
             correction = tl.exp2(m - finite)
-    total = total * correction + tl.sum(p, 1)
+    return p, highest, correction, total * correction + tl.sum(p, 1)
+
+
+@triton.jit
+def _take(state, q, q_rows, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl.constexpr):
+    """One tile of keys into (acc, m, l)."""
+    M: tl.constexpr = C.block_m
+    N: tl.constexpr = C.block_n
+    acc, m, total = state
+    k, k_rows = load_keys(call, seq, kv_head, place.j0, False, EDGE, C)
+    v, _ = load_keys(call, seq, kv_head, place.j0, True, EDGE, C)
+    x = scores_dot(q, q_rows, k, k_rows, M, N, C)
+    p, highest, correction, total = _weights(x, m, total, place, seq, call, EDGE, C)
     if C.dropout:
         kept = keeps(call.seed, place, call.scalars.threshold, M, N, False)
         p = tl.where(kept, p, 0.0)
@@ -83,11 +93,35 @@ def _attend(state, q, q_rows, kv_head, start, stop, place, seq, call, EDGE: tl.c
 
 
 @triton.jit
+def _lagging(state, q, q_rows, kv_head, start, stop, place, seq, call, C: tl.constexpr):
+    """_attend over tiles seen whole, where a tile's product with v runs beside the next tile's exponentials.
+
+    Weights stay in float32 until the product before has ended, whose registers they would overwrite.
+    """
+    M: tl.constexpr = C.block_m
+    N: tl.constexpr = C.block_n
+    acc, m, total = state
+    p = tl.zeros((M, N), tl.float32)
+    correction = tl.full((M,), 1.0, tl.float32)
+    for j0 in tl.range(start, stop, N):
+        k, k_rows = load_keys(call, seq, kv_head, j0, False, False, C)
+        v = load_mapped(call.v_map, seq, kv_head, tl.where(j0 > start, seq.k_row + j0 - N, -N), N, C.v_first)
+        x = scores_dot(q, q_rows, k, k_rows, M, N, C)
+        acc = add_product(p, (v,), scaled(acc, correction[:, None]), C)
+        here = at_keys(place, j0, C)
+        p, m, correction, total = _weights(x, m, total, here, seq, call, False, C)
+        if C.dropout:
+            p = tl.where(keeps(call.seed, here, call.scalars.threshold, M, N, False), p, 0.0)
+    v = load_mapped(call.v_map, seq, kv_head, tl.where(stop > start, seq.k_row + stop - N, -N), N, C.v_first)
+    return add_product(p, (v,), scaled(acc, correction[:, None]), C), m, total
+
+
+@triton.jit
 def forward(
-    Q, K, V, OUT, LSE, STATS, SINKS, PARTIAL, PARTIAL_ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q,
-    CU_K, TABLE, SEED, q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h,
-    mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q,
-    seqlen_k, total_q, total_k, new_tokens, heads_q, group, columns, left, right, page_size, block_q, block_k,
+    Q, K, V, K_MAP, V_MAP, OUT, LSE, STATS, SINKS, PARTIAL, PARTIAL_ROWS, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS,
+    NEW_LENS, CU_Q, CU_K, TABLE, SEED, q_b, q_i, q_h, k_b, k_i, k_h, v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j,
+    mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch,
+    seqlen_q, seqlen_k, total_q, total_k, new_tokens, heads_q, group, columns, left, right, page_size, block_q, block_k,
     threshold, units, tiles, section, rows_all, factor, cap, keep_scale,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -99,10 +133,10 @@ def forward(
         per_tile = M // group
         unit_heads = heads_q // group
     call = call_of(
-        K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i,
-        v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j,
-        alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens, columns, left,
-        right, page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
+        K, V, K_MAP, V_MAP, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i,
+        k_h, v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h,
+        blocks_i, blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k,
+        new_tokens, columns, left, right, page_size, block_q, block_k, threshold, factor, cap, keep_scale, C,
     )  # fmt: skip
     index, unit, tile = own_tile(
         units, tiles, section, unit_heads, CU_Q, batch, total_q, per_tile if C.pack else M, C.packed, C.right
@@ -156,7 +190,10 @@ def forward(
     middle = start
     if C.phases:
         middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
-        state = _attend(state, q, q_rows, kv_head, start, middle, place, seq, call, False, C)
+        if C.maps and C.lag:
+            state = _lagging(state, q, q_rows, kv_head, start, middle, place, seq, call, C)
+        else:
+            state = _attend(state, q, q_rows, kv_head, start, middle, place, seq, call, False, C)
     state = _attend(state, q, q_rows, kv_head, middle, stop, place, seq, call, True, C)
     acc, m, total = state
     m = tl.where(ok, m, float("-inf"))

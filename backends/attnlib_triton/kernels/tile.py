@@ -103,6 +103,8 @@ class Call(NamedTuple):
 
     k: Rows
     v: Rows
+    k_map: tl.tensor
+    v_map: tl.tensor
     table: tl.tensor
     table_row: tl.tensor
     page_size: tl.tensor
@@ -129,10 +131,10 @@ class Place(NamedTuple):
 
 @triton.jit
 def call_of(
-    K, V, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h, v_b, v_i, v_h,
-    bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i, blocks_j, alibi_b,
-    alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens, columns, left, right,
-    page_size, block_q, block_k, threshold, factor, cap, keep_scale, C: tl.constexpr,
+    K, V, K_MAP, V_MAP, BIAS, MASK, BLOCKS, ALIBI, Q_LENS, KV_LENS, NEW_LENS, CU_Q, CU_K, TABLE, SEED, k_b, k_i, k_h,
+    v_b, v_i, v_h, bias_b, bias_h, bias_i, bias_j, mask_b, mask_h, mask_i, mask_j, blocks_b, blocks_h, blocks_i,
+    blocks_j, alibi_b, alibi_h, table_row, given, batch, seqlen_q, seqlen_k, total_q, total_k, new_tokens, columns,
+    left, right, page_size, block_q, block_k, threshold, factor, cap, keep_scale, C: tl.constexpr,
 ):  # fmt: skip
     """The arguments that the kernels for tiles of scores share, put in order."""
     lengths = Lengths(
@@ -149,7 +151,7 @@ def call_of(
         seed = tl.load(SEED)
     k = Rows(K, k_b, k_i, k_h)
     v = Rows(V, v_b, v_i, v_h)
-    return Call(k, v, TABLE, table_row, page_size, lengths, extras, scalars, seed)
+    return Call(k, v, K_MAP, V_MAP, TABLE, table_row, page_size, lengths, extras, scalars, seed)
 
 
 # --- where tokens lie -------------------------------------------------------------------------------------------------
@@ -258,6 +260,15 @@ def row_zero(lengths, seq, head, heads, C: tl.constexpr):
         return head.to(tl.int64) * lengths.total_q + seq.q_row
     else:
         return (seq.index.to(tl.int64) * heads + head) * lengths.seqlen_q
+
+
+@triton.jit
+def figures_zero(lengths, seq, head, heads, lines, C: tl.constexpr):
+    """Place of a head's query 0 among what the backward prepares; lines: of a head of a sequence, gaps included."""
+    if C.packed:
+        return head.to(tl.int64) * lengths.total_q + seq.q_row
+    else:
+        return (seq.index.to(tl.int64) * heads + head) * lines
 
 
 @triton.jit
@@ -395,6 +406,12 @@ def flipped(x, C: tl.constexpr):
 
 
 @triton.jit
+def load_mapped(map, seq, head, row, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows from `row` on through a tensor map [batch, heads, rows, dim]."""
+    return tl.reshape(map.load([seq.index, head, row, 0]), (ROWS, WIDTH))
+
+
+@triton.jit
 def load_keys(call, seq, head, j0, VALUES: tl.constexpr, EDGE: tl.constexpr, C: tl.constexpr):
     """A tile of keys, or of values, from j0 on: chunks, and where they come from (see scores_dot)."""
     if VALUES:
@@ -412,17 +429,28 @@ def load_keys(call, seq, head, j0, VALUES: tl.constexpr, EDGE: tl.constexpr, C: 
     else:
         ptr = head_of(rows, seq, head) + (seq.k_row + tl.cast(j0, tl.int64)) * rows.i
         offsets = key * rows.i
-    return load(ptr, offsets, ok, VALUES, EDGE, C), (ptr, offsets, ok)
+    if C.maps and (C.even or not EDGE):
+        if VALUES:
+            tile = load_mapped(call.v_map, seq, head, seq.k_row + j0, C.block_n, C.v_first)
+        else:
+            tile = load_mapped(call.k_map, seq, head, seq.k_row + j0, C.block_n, C.k_first)
+        return (tile,), (ptr, offsets, ok)
+    else:
+        return load(ptr, offsets, ok, VALUES, EDGE, C), (ptr, offsets, ok)
 
 
 @triton.jit
-def load_queries(rows, seq, head, i0, VALUES: tl.constexpr, C: tl.constexpr):
+def load_queries(rows, map, seq, head, i0, VALUES: tl.constexpr, EDGE: tl.constexpr, C: tl.constexpr):
     """As load_keys, of an operand laid out like the queries; VALUES: its rows are as wide as those of values."""
     row = tl.arange(0, C.block_m)
     ok = i0 + row < seq.q_len
     ptr = head_of(rows, seq, head) + (seq.q_row + tl.cast(i0, tl.int64)) * rows.i
     offsets = row * rows.i
-    return load(ptr, offsets, ok, VALUES, True, C), (ptr, offsets, ok)
+    if C.maps and (C.even or not EDGE):
+        WIDTH: tl.constexpr = C.v_first if VALUES else C.k_first
+        return (load_mapped(map, seq, head, seq.q_row + i0, C.block_m, WIDTH),), (ptr, offsets, ok)
+    else:
+        return load(ptr, offsets, ok, VALUES, EDGE, C), (ptr, offsets, ok)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -456,9 +484,9 @@ def rows_dot(a, b, C: tl.constexpr):
 
 
 @triton.jit
-def _slice(rows, column, C: tl.constexpr):
+def _slice(rows, column, DIM: tl.constexpr):
     ptr, offsets, ok = rows
-    mask = ok[:, None] & (column < C.head_dim)[None, :]
+    mask = ok[:, None] & (column < DIM)[None, :]
     return tl.load(ptr + offsets[:, None] + column[None, :], mask=mask, other=0.0)
 
 
@@ -470,13 +498,27 @@ def scores_dot(a, a_rows, b, b_rows, A: tl.constexpr, B: tl.constexpr, C: tl.con
     since whole rows as such a product needs them do not fit into registers.
     """
     if C.exact:
-        x = tl.zeros((A, B), tl.float32)
-        for first in tl.range(0, C.head_dim, 32):
-            column = first + tl.arange(0, 32)
-            x = tl.dot(_slice(a_rows, column, C), tl.trans(_slice(b_rows, column, C)), x, input_precision="ieee")
-        return x
+        return _sliced_dot(a_rows, b_rows, A, B, C.head_dim)
     else:
         return rows_dot(a, b, C)
+
+
+@triton.jit
+def values_dot(a, a_rows, b, b_rows, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
+    """dO.v, arguments as in scores_dot; in slices where it is made of plain float32 products anyway."""
+    if C.exact and C.precision == "ieee":
+        return _sliced_dot(a_rows, b_rows, A, B, C.head_dim_v)
+    else:
+        return rows_dot(a, b, C)
+
+
+@triton.jit
+def _sliced_dot(a_rows, b_rows, A: tl.constexpr, B: tl.constexpr, DIM: tl.constexpr):
+    x = tl.zeros((A, B), tl.float32)
+    for first in tl.range(0, DIM, 32):
+        column = first + tl.arange(0, 32)
+        x = tl.dot(_slice(a_rows, column, DIM), tl.trans(_slice(b_rows, column, DIM)), x, input_precision="ieee")
+    return x
 
 
 @triton.jit
@@ -549,15 +591,14 @@ def _block_rows(extras, place, ok, C: tl.constexpr):
 
 
 @triton.jit
-def _visible(place, seq, scalars, C: tl.constexpr):
+def visible(place, seq, scalars, C: tl.constexpr):
     """Which pairs of a tile are visible by length and window."""
-    seen = place.j < seq.kv_len
-    if C.left or C.right:
-        apart = place.j - (place.i + seq.shift)
-        if C.left:
-            seen = seen & (apart >= -scalars.left)
-        if C.right:
-            seen = seen & (apart <= scalars.right)
+    stop = seq.kv_len
+    if C.right:
+        stop = tl.minimum(place.i + (seq.shift + scalars.right + 1), stop)
+    seen = place.j < stop
+    if C.left:
+        seen = seen & (place.j >= place.i + (seq.shift - scalars.left))
     return seen
 
 
@@ -588,7 +629,7 @@ def scores(x, place, seq, extras, scalars, EDGE: tl.constexpr, C: tl.constexpr):
         if C.blocks:
             s = tl.where(_block_rows(extras, place, ok, C), s, float("-inf"))
     if EDGE:
-        s = tl.where(_visible(place, seq, scalars, C), s, float("-inf"))
+        s = tl.where(visible(place, seq, scalars, C), s, float("-inf"))
     return s, t
 
 

@@ -1,0 +1,384 @@
+// Forward for few queries over many keys: K and V are read where they lie, once and in the order of memory.
+//
+// A unit is one chunk of keys of one sequence with all rows of some key/value heads; it leaves (O, m, l) of its chunk, as
+// forward.h has them before the division. merge() puts the chunks of a row together in ascending order:
+//
+//   m = max m_c;  l = sum exp(m_c - m) l_c;  O = sum exp(m_c - m) O_c
+//
+// Scores are dot products along head_dim: a register tile holds as many (row, key) sums as a vector has lanes and folds
+// them into one vector. The result of a row depends on the chunk only, not on how heads are divided or on threads.
+#pragma once
+
+#include "forward.h"
+
+namespace attnlib {
+namespace ATTNLIB_ISA {
+namespace {
+
+template <class T> struct Decode {
+    using Word = typename T::Word;
+    using R = typename T::Real;
+
+    static constexpr int64_t kKeys = 64;  // of a block: their scores are in L1
+    static constexpr int64_t kSome = 16;  // keys that all heads take before the next ones: rows of memory in flight
+    static constexpr int64_t kAhead = 16;  // keys between asking for a row and reading it
+    static constexpr int kMostRows = lanes<R> < 4 ? lanes<R> : 4;
+
+    static int64_t padded_dim_v(const Params& p) {
+        return larger(round_up(p.dim_v, lanes<R> * T::per_word), lanes<R> * T::per_word);
+    }
+    static int64_t part_row(const Params& p) { return padded_dim_v(p) + lanes<R>; }  // O, then m and l
+    static size_t part_bytes(const Params& p) {
+        return static_cast<size_t>(p.heads_q * p.block_q * part_row(p)) * sizeof(R);
+    }
+
+    struct Space {
+        Arena arena;
+        Word *q, *k, *v, *zeros, *prob;
+        R *out, *max, *sum, *score, *correction, *line, *value, *part;
+        int64_t rows, depth, depth_v, width_v;  // depth: words of a row, padded to vectors
+
+        Space(const Params& p, char* base) : arena{base} {
+            Arena& a = arena;
+            rows = p.heads_q * p.block_q;
+            depth = round_up(words<T>(p.dim), lanes<R>);
+            width_v = padded_dim_v(p);
+            depth_v = width_v / T::per_word;
+            q = a.take<Word>(rows * depth);
+            k = a.take<Word>(kSome * depth);
+            v = a.take<Word>(kSome * depth_v);
+            zeros = a.take<Word>(larger(depth, depth_v));
+            prob = a.take<Word>(T::per_word > 1 ? rows * kKeys / T::per_word : 1);
+            out = a.take<R>(rows * width_v);
+            max = a.take<R>(rows);
+            sum = a.take<R>(rows);
+            score = a.take<R>(rows * kKeys);
+            correction = a.take<R>(rows + lanes<R>);
+            line = a.take<R>(kKeys);
+            value = a.take<R>(width_v);
+            part = a.take<R>(rows * part_row(p));
+        }
+    };
+    static size_t workspace(const Params& p) {
+        const size_t merging = Forward<T>::workspace(p), own = Space(p, nullptr).arena.used;
+        return merging > own ? merging : own;
+    }
+
+    // Keys of one chunk and rows of heads [kv_begin, kv_end); row (h - first head) * q_len + i is query i of head h.
+    struct Unit {
+        const Params& p;
+        const Sequence& seq;
+        const Space& w;
+        int64_t kv_begin, kv_end, first_head, rows_of_kv, rows;
+
+        Unit(const Params& params, const Sequence& s, const Space& space, int64_t begin, int64_t end)
+            : p(params), seq(s), w(space), kv_begin(begin), kv_end(end), first_head(begin * params.group()),
+              rows_of_kv(params.group() * s.q_len), rows((end - begin) * rows_of_kv) {}
+    };
+
+    static void block(const Params& p, const Sequence& seq, int64_t kv_begin, int64_t kv_end, int64_t chunk, char* workspace) {
+        const Space w(p, workspace);
+        const Unit u(p, seq, w, kv_begin, kv_end);
+        const int64_t first_row = u.first_head * seq.q_len;
+        if (seq.tiles > 0) attend(u, chunk);
+        if (seq.first_copy >= 0) {
+            store_part(u, reinterpret_cast<R*>(p.tiles + static_cast<size_t>(seq.first_copy + chunk) * part_bytes(p)) +
+                              first_row * part_row(p));
+            return;
+        }
+        if (seq.tiles > 0) store_part(u, w.part);
+        R* part = seq.tiles > 0 ? w.part - first_row * part_row(p) : nullptr;
+        for (int64_t h = u.first_head; h < kv_end * p.group(); ++h) finish(p, seq, h, part, w.value);
+    }
+
+    static void attend(const Unit& u, int64_t chunk) {
+        const Params& p = u.p;
+        const Space& w = u.w;
+        for (int64_t n = 0; n < u.rows * w.depth; ++n) w.q[n] = 0;
+        for (int64_t n = 0; n * u.seq.q_len < u.rows; ++n) {
+            pack_rows<T>(query_rows(p.q, p, u.seq, u.first_head + n), p.q.dtype, 0, u.seq.q_len, p.dim,
+                         w.q + n * u.seq.q_len * w.depth, w.depth);
+        }
+        std::memset(w.zeros, 0, static_cast<size_t>(larger(w.depth, w.depth_v)) * sizeof(Word));
+        std::memset(w.out, 0, static_cast<size_t>(u.rows * w.width_v) * sizeof(R));
+        for (int64_t r = 0; r < u.rows; ++r) w.max[r] = -infinity<R>, w.sum[r] = 0;
+        const int64_t from = (u.seq.key_tile + chunk) * p.chunk;
+        const int64_t last = smaller(from + p.chunk, u.seq.window.key_end(u.seq.q_len - 1));
+        const Rows keys = key_rows(p.k, p, u.seq, 0), values = key_rows(p.v, p, u.seq, 0);
+        int64_t j0 = larger(from, u.seq.extent_begin);
+        for (Tokens k(p.k, p.dim, keys, j0, last); j0 < last; j0 += kKeys) {
+            const Tokens v(p.v, p.dim_v, values, j0, last), next(p.k, p.dim, keys, j0 + kKeys, last);
+            if (!p.has(Fault::drop_last_partial_key_block) || k.count == kKeys) key_block(u, j0, k, v, next);
+            k = next;
+        }
+    }
+
+    // Where the rows of some keys lie, those of head 0.
+    struct Tokens {
+        const View* view;
+        int64_t dim, count;
+        const char* at[kKeys];
+
+        Tokens(const View& x, int64_t dims, const Rows& rows, int64_t begin, int64_t last)
+            : view(&x), dim(dims), count(larger(smaller(kKeys, last - begin), 0)) {
+            int64_t slot = rows.pages ? begin % rows.page_size : 0;
+            const char* row = count > 0 ? rows.row(begin) : nullptr;
+            for (int64_t c = 0; c < kKeys; ++c) {
+                at[c] = row;
+                if (c + 1 >= count) continue;
+                row = rows.pages && ++slot == rows.page_size ? rows.row(begin + c + 1) : row + rows.stride;
+                if (slot == rows.page_size) slot = 0;
+            }
+        }
+        ATTNLIB_INLINE int64_t offset(int64_t kv) const { return kv * view->stride[2] * view->bytes(); }
+    };
+
+    static void key_block(const Unit& u, int64_t j0, const Tokens& k, const Tokens& v, const Tokens& next) {
+        const Space& w = u.w;
+        const int64_t n = k.count, j1 = j0 + n, padded = round_up(n, lanes<R>);
+        for (int64_t c = 0; c < n; c += kSome) {
+            const int64_t some = smaller(kSome, n - c);
+            for (int64_t kv = u.kv_begin; kv < u.kv_end; ++kv) {
+                const char* row[kSome];
+                const Lines lines = lines_of(k, v, c, kv, w.depth, w.k, w.zeros, false, row);
+                const int64_t first = (kv - u.kv_begin) * u.rows_of_kv;
+                scores(u.rows_of_kv, w.q + first * w.depth, lines, some, w.depth, w.score + first * kKeys + c);
+            }
+        }
+        const bool all_seen = softmax(u, j0, j1, padded);
+        const Word* prob = T::per_word == 1 ? reinterpret_cast<const Word*>(w.score) : w.prob;
+        for (int64_t c = 0; c < n; c += kSome) {
+            const int64_t some = smaller(kSome, n - c);
+            for (int64_t kv = u.kv_begin; kv < u.kv_end; ++kv) {
+                const char* row[kSome];
+                const int64_t first = (kv - u.kv_begin) * u.rows_of_kv;
+                const Lines lines = lines_of(v, next, c, kv, w.depth_v, w.v, w.zeros, !all_seen, row);
+                // 0 * NaN: a value that some row may not see is added by itself where it is seen
+                uint32_t bad = 0;
+                for (int64_t x = 0; x < some && !all_seen; ++x) {
+                    if (finite_words(lines.words(x), w.depth_v)) continue;
+                    row[x] = reinterpret_cast<const char*>(w.zeros);
+                    bad |= 1u << x;
+                }
+                add_values(u.rows_of_kv, some, prob + (first * kKeys + c) / T::per_word, lines, w, first, c == 0);
+                for (int64_t x = 0; bad >> x; ++x)
+                    if (bad >> x & 1) add_bad(u, kv, j0, c + x, v.at[c + x] + v.offset(kv));
+            }
+        }
+    }
+
+    // kSome rows of one key/value head as whole vectors of words, where they lie or their copies, and those that are asked
+    // for line by line meanwhile: a burst of requests would make the core wait for memory.
+    struct Lines {
+        const char* const* at;
+        int64_t offset;
+        const char* const* later;
+        int64_t later_offset;
+
+        ATTNLIB_INLINE const Word* words(int64_t c) const { return reinterpret_cast<const Word*>(at[c] + offset); }
+        ATTNLIB_INLINE void ask(int64_t c, int64_t d) const {
+            __builtin_prefetch(later[c] + later_offset + d * static_cast<int64_t>(sizeof(Word)), 0, 2);
+        }
+    };
+    // Rows first, first + 1, ... of x; zeros behind the last one. With `own` their addresses may be changed there.
+    static Lines lines_of(const Tokens& x, const Tokens& next, int64_t first, int64_t kv, int64_t depth, Word* copy,
+                          const Word* zeros, bool own, const char** row) {
+        const int64_t some = smaller(kSome, x.count - first), behind = first + kAhead - x.count;
+        Lines lines{x.at + first, x.offset(kv), x.at + first, x.offset(kv)};
+        if (behind < 0) lines.later += kAhead;
+        else if (behind + kSome <= next.count) lines.later = next.at + behind, lines.later_offset = next.offset(kv);
+        const bool direct = x.view->dtype == T::storage && x.dim == depth * T::per_word;
+        if (direct && !own && some == kSome) return lines;
+        for (int64_t c = 0; c < kSome; ++c) {
+            const char* from = lines.at[c] + lines.offset;
+            row[c] = reinterpret_cast<const char*>(c >= some ? zeros : copy + c * depth);
+            if (direct && c < some) row[c] = from;
+            if (direct || c >= some) continue;
+            for (int64_t d = x.dim / T::per_word; d < depth; ++d) copy[c * depth + d] = 0;
+            load_words<T>(x.view->dtype, from, copy + c * depth, x.dim);
+        }
+        lines.at = row, lines.offset = 0;
+        return lines;
+    }
+    static bool finite_words(const Word* x, int64_t depth) {
+        if constexpr (T::per_word == 1) return finite_row<R>(x, depth);
+        else return finite_bf16(reinterpret_cast<const uint16_t*>(x), depth * 2);
+    }
+
+    // score[r][c] = q_r . k_c for `some` keys, and a few more behind them.
+    static void scores(int64_t rows, const Word* q, const Lines& row, int64_t some, int64_t depth, R* score) {
+        int64_t r = 0;
+        for (; r + kMostRows <= rows; r += kMostRows) dots<kMostRows>(q + r * depth, row, some, depth, score + r * kKeys);
+        if constexpr (kMostRows > 2) {
+            for (; r + 2 <= rows; r += 2) dots<2>(q + r * depth, row, some, depth, score + r * kKeys);
+        }
+        for (; r < rows; ++r) dots<1>(q + r * depth, row, some, depth, score + r * kKeys);
+    }
+    template <int rows>
+    static ATTNLIB_NOINLINE void dots(const Word* __restrict q, const Lines& row, int64_t some, int64_t depth,
+                                      R* __restrict score) {
+        constexpr int n = static_cast<int>(lanes<R>), keys = n / rows;
+        for (int64_t c = 0; c < some; c += keys) {
+            Vec<R> sum[n];
+#pragma GCC unroll 16
+            for (int x = 0; x < n; ++x) sum[x] = Vec<R>{};
+            for (int64_t d = 0; d < depth; d += n) {
+                decltype(T::load_b(q)) line[keys];
+#pragma GCC unroll 16
+                for (int x = 0; x < keys; ++x) {
+                    line[x] = T::load_b(row.words(c + x) + d);
+                    row.ask(c + x, d);
+                }
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; ++r) {
+                    const auto a = T::load_b(q + r * depth + d);
+#pragma GCC unroll 16
+                    for (int x = 0; x < keys; ++x) sum[r * keys + x] = T::multiply_add(sum[r * keys + x], a, line[x]);
+                }
+            }
+            R folded[n];
+            store<R>(folded, fold<R>(sum));
+            for (int r = 0; r < rows; ++r) std::memcpy(score + r * kKeys + c, folded + r * keys, keys * sizeof(R));
+        }
+    }
+
+    // Scores become P; maxima and sums move on. Whether every row sees every key.
+    static bool softmax(const Unit& u, int64_t j0, int64_t j1, int64_t padded) {
+        const Space& w = u.w;
+        const Run all{0, static_cast<int32_t>(padded)};
+        bool all_seen = true;
+        R factor = 1;
+        for (int64_t r = 0; r < u.rows; ++r) {
+            const Scorer<R> scorer(u.p, u.seq, u.first_head + r / u.seq.q_len, w.line);
+            const int64_t i = r % u.seq.q_len;
+            R* s = w.score + r * kKeys;
+            if (scorer.open(i, i + 1, j0, j1) && scorer.untouched(0, lanes<R>)) {
+                for (int64_t c = j1 - j0; c < padded; ++c) s[c] = -infinity<R>;
+            } else {
+                all_seen = false;
+                scorer.row(i, j0, padded, j1, s, nullptr);
+            }
+            factor = scorer.factor;
+            const R before = w.max[r], now = Forward<T>::row_max(1, &all, s) * factor, m = now > before ? now : before;
+            w.max[r] = m;
+            w.correction[r] = before - (m == -infinity<R> ? R(0) : m);
+        }
+        for (int64_t r = u.rows; r < round_up(u.rows, lanes<R>); ++r) w.correction[r] = 0;
+        for (int64_t r = 0; r < u.rows; r += lanes<R>) store<R>(w.correction + r, exp_of<R>(load<R>(w.correction + r)));
+        Word* prob = T::per_word == 1 ? reinterpret_cast<Word*>(w.score) : w.prob;
+        for (int64_t r = 0; r < u.rows; ++r) {
+            if (u.p.has(Fault::no_rescale)) w.correction[r] = 1;
+            const R top = w.max[r] == -infinity<R> ? R(0) : w.max[r];
+            const R total = Forward<T>::template exponentials<false>(1, &all, w.score + r * kKeys, factor, top,
+                                                                     prob + r * kKeys / T::per_word, nullptr);
+            w.sum[r] = w.sum[r] * w.correction[r] + total;
+        }
+        return all_seen;
+    }
+
+    // O += P V for rows first, first + 1, ... of the unit; O is rescaled first if `rescale`.
+    static void add_values(int64_t rows, int64_t some, const Word* prob, const Lines& row, const Space& w,
+                           int64_t first, bool rescale) {
+        constexpr int64_t ld = kKeys / T::per_word;
+        alignas(64) R factor[kMostRows];
+        for (int64_t r = 0; r < rows;) {
+            const int64_t count = rows - r >= kMostRows ? kMostRows : rows - r >= 2 ? 2 : 1;
+            for (int64_t x = 0; x < count; ++x) factor[x] = rescale ? w.correction[first + r + x] : R(1);
+            R* out = w.out + (first + r) * w.width_v;
+            const Word* a = prob + r * ld;
+            if (count == kMostRows) products<kMostRows>(some, a, row, out, w.width_v, factor);
+            else if (count == 2) products<2>(some, a, row, out, w.width_v, factor);
+            else products<1>(some, a, row, out, w.width_v, factor);
+            r += count;
+        }
+    }
+    template <int rows>
+    static ATTNLIB_NOINLINE void products(int64_t some, const Word* prob, const Lines& row, R* out, int64_t width,
+                                          const R* factor) {
+        int64_t d = 0;
+        for (; d + kCols * lanes<R> <= width; d += kCols * lanes<R>) product<rows, kCols>(some, prob, row, out, width, d, factor);
+        for (; d < width; d += T::per_word * lanes<R>) product<rows, T::per_word>(some, prob, row, out, width, d, factor);
+    }
+    template <int rows, int cols>
+    static ATTNLIB_INLINE void product(int64_t some, const Word* __restrict prob, const Lines& row, R* __restrict out,
+                                       int64_t width, int64_t d, const R* factor) {
+        Vec<R> sum[rows][cols];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+            for (int x = 0; x < cols; ++x) sum[r][x] = load<R>(out + r * width + d + x * lanes<R>) * factor[r];
+        for (int64_t c = 0; c < some; c += T::per_word) {
+            decltype(T::load_b(prob)) line[cols];
+            const Word* words[T::per_word];
+#pragma GCC unroll 4
+            for (int x = 0; x < T::per_word; ++x) {
+                words[x] = row.words(c + x);
+#pragma GCC unroll 4
+                for (int y = 0; y < cols / T::per_word; ++y) row.ask(c + x, d / T::per_word + y * lanes<R>);
+            }
+            T::template stack<cols>(words, d / T::per_word, line);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; ++r) {
+                const auto a = T::spread(prob[(r * kKeys + c) / T::per_word]);
+#pragma GCC unroll 4
+                for (int x = 0; x < cols; ++x) sum[r][x] = T::multiply_add(sum[r][x], a, line[x]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+            for (int x = 0; x < cols; ++x) store<R>(out + r * width + d + x * lanes<R>, sum[r][x]);
+    }
+
+    static void add_bad(const Unit& u, int64_t kv, int64_t j0, int64_t c, const char* from) {
+        const Params& p = u.p;
+        const Space& w = u.w;
+        load_row<R>(p.v.dtype, from, w.value, p.dim_v);
+        const int64_t first = (kv - u.kv_begin) * u.rows_of_kv;
+        for (int64_t r = first; r < first + u.rows_of_kv; ++r) {
+            const Scorer<R> scorer(p, u.seq, u.first_head + r / u.seq.q_len, w.line);
+            if (!scorer.sees(r % u.seq.q_len, j0 + c)) continue;
+            const R weight = T::per_word == 1 ? w.score[r * kKeys + c] : T::word_part(w.prob, r * kKeys + c);
+            R* out = w.out + r * w.width_v;
+            for (int64_t d = 0; d < p.dim_v; ++d) out[T::stacked_at(d)] += weight * w.value[d];
+        }
+    }
+
+    static void store_part(const Unit& u, R* part) {
+        const Space& w = u.w;
+        for (int64_t r = 0; r < u.rows; ++r, part += part_row(u.p)) {
+            for (int64_t d = 0; d < w.width_v; ++d) part[d] = w.out[r * w.width_v + T::stacked_at(d)];
+            part[w.width_v] = w.max[r];
+            part[w.width_v + 1] = w.sum[r];
+        }
+    }
+
+    static void merge(const Params& p, const Sequence& seq, int64_t head, char* workspace) {
+        const char* parts = p.tiles + static_cast<size_t>(seq.first_copy) * part_bytes(p);
+        finish(p, seq, head, reinterpret_cast<const R*>(parts), Space(p, workspace).value);
+    }
+    // Results of a head's rows; `parts` holds those of the first chunk.
+    static void finish(const Params& p, const Sequence& seq, int64_t head, const R* parts, R* sum) {
+        const int64_t step = static_cast<int64_t>(part_bytes(p) / sizeof(R)), width = padded_dim_v(p);
+        const int64_t queries = seq.valid ? seq.q_len : 0;
+        const Finish<R> finish(p, seq, head);
+        for (int64_t i = 0; i < queries; ++i) {
+            const R* row = parts + (head * seq.q_len + i) * part_row(p);
+            R m = -infinity<R>, l = 0;
+            for (int64_t c = 0; c < seq.tiles; ++c) m = row[c * step + width] > m ? row[c * step + width] : m;
+            for (int64_t d = 0; d < width; ++d) sum[d] = 0;
+            for (int64_t c = 0; c < seq.tiles; ++c) {
+                const R* part = row + c * step;
+                const R weight = p.has(Fault::parts_unscaled) ? R(1) : std::exp(part[width] - (m == -infinity<R> ? R(0) : m));
+                for (int64_t d = 0; d < width; ++d) sum[d] += weight * part[d];
+                l += weight * part[width + 1];
+            }
+            finish.row(i, m, l, sum);
+        }
+        finish.pad(queries, seq.q_rows, sum);
+    }
+};
+
+}  // namespace
+}  // namespace ATTNLIB_ISA
+}  // namespace attnlib
