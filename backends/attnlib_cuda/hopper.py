@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class BackwardConfig(Features):
     columns_v: int
     early_dv: bool
     drain: bool
+    order: bool
     pack: bool = False
 
     entry = "backward_sm90"
@@ -95,7 +96,9 @@ class BackwardConfig(Features):
         rows = self.block_k * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v)
         scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
         barriers = 8 + 16 * (self.stages + self.o_stages) + 24
-        return rows * 128 + scores + 8 * self.block_q * self.stages + 4 * 48 + barriers
+        if self.dropout:
+            barriers += 80 + self.block_q * self.block_k // 4  # and which elements are kept, twice
+        return rows * 128 + scores + 8 * self.block_q * self.stages + (8 if self.stages > 2 else 4) * 48 + barriers
 
 
 WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
@@ -142,9 +145,9 @@ def backward(
     problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> BackwardConfig | None:
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
-    if forward(problem, target) is None or problem.softcap is not None:
+    if forward(replace(problem, dropout_p=0.0), target) is None:
         return None
-    split = problem.head_dim > 128
+    split, capped = problem.head_dim > 128, problem.softcap is not None
 
     def width(dim: int) -> int:
         return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
@@ -152,7 +155,7 @@ def backward(
     common = features(problem, fault) | {
         "deterministic": problem.deterministic,
         "split": split,
-        "block_q": 128 if problem.head_dim <= 64 else 64,
+        "block_q": 128 if problem.head_dim <= 64 and not capped else 64,
         "block_k": 64 if split else 128,
         "stages": 2,
         "o_stages": 2,
@@ -160,6 +163,7 @@ def backward(
         "columns_v": width(problem.head_dim_v),
         "early_dv": 64 < problem.head_dim <= 112,
         "drain": problem.head_dim <= 64,
+        "order": not split,
     }
     return BackwardConfig(**(common | dict(shape or {})))
 

@@ -45,14 +45,18 @@ struct WarpgroupBackwardTile {
     static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = split ? 4 : 3;
     static constexpr int k_at = 0, v_at = panels * KPanel::bytes, q_at = v_at + panels_v * KPanel::bytes, o_at = q_at + stages * q_bytes;
     static constexpr int ds_at = o_at + o_stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
-    static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = 4;
+    static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = stages > 2 ? 8 : 4;
     static constexpr int keys_full = record_at + records * record_bytes, q_full = keys_full + 8, q_empty = q_full + 8 * stages;
-    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * o_stages, ds_full = o_empty + 8 * o_stages, shared_bytes = ds_full + 24;
+    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * o_stages, ds_full = o_empty + 8 * o_stages;
+    static constexpr int kept_full = ds_full + 24, kept_empty = kept_full + 16, drawn_at = (kept_empty + 31) / 16 * 16, kept_at = drawn_at + 32, kept_bytes = block_k * block_q / 8;   // dropout: two tiles of bits
+    static constexpr int shared_bytes = Config::dropout ? kept_at + 2 * kept_bytes : kept_full;
     static constexpr int dq_floats = block_q * 64 * panels;
     static constexpr bool tails = Config::lengths || Config::packed;
+    static constexpr bool roomy = Config::dropout && (split || columns + columns_v < 256);   // registers left for the warps that draw
+    static constexpr int few_registers = roomy ? 40 : 24, many_registers = roomy ? 232 : 240;
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
-    static_assert(!Scorer<Config>::natural && Scorer<Config>::raw, "scores that nothing but position touches");
+    static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
     static_assert(stages + 2 <= records, "a record outlives its stage by a step");
 };
 
@@ -78,48 +82,111 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
     const int batch = Config::packed ? 0 : work.b;
     const int64_t tile0 = first_tile<Config>(p, work.b, T::block_q);
     const int row0 = static_cast<int>(work.seq.q_row);
-    const uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
-    int visit = 0;
-    const auto begin_stage = [&] {
+    const auto begin_stage = [&](int visit) {
         ptx::mbarrier_wait(base + T::q_empty + 8 * (visit % T::stages), (visit / T::stages & 1) ^ 1);
         return visit % T::stages;
     };
     if (work.per_head > 0) {
+        const uint64_t once = ptx::evict_first();
         ptx::mbarrier_expect(base + T::keys_full, (T::panels + T::panels_v) * T::KPanel::bytes);
         const int row = static_cast<int>(work.seq.k_row) + work.j0;
         for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::k_at + panel * T::KPanel::bytes, &params.k, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
         for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
     }
+    ptx::wait_dependency<Config>();   // row statistics
+    const int heads = Config::fault == head_mod ? p.heads_kv : 1;   // from one head of the group to the next
+    int visit = 0, tile = work.start, head = Config::fault == head_mod ? work.head_kv : work.head_kv * work.group, left = work.per_head > 0 ? work.group : 0;
 #pragma unroll 1
-    for (int h = 0; h < work.group; ++h) {
-        const int head = Config::fault == head_mod ? work.head_kv + h * p.heads_kv : work.head_kv * work.group + h;
-#pragma unroll 1
-        for (int n = 0; n < work.per_head; ++n, ++visit) {
-            int tile = work.start + n;
-            if (tile >= work.last) tile -= work.per_head;
-            const int i0 = tile * T::block_q, count = min(T::block_q, work.seq.q_len - i0), position = i0 + static_cast<int>(work.window.offset);
-            const int stage = begin_stage();
-            const uint32_t full = base + T::q_full + 8 * stage;
-            const int64_t slot = head * p.row_tiles + tile0 + tile;
-            const Edges<Config> edges(p, position, count, work.seq.kv_len);
-            QueryRecord record{p.dq_sum + 4 * slot * T::dq_floats, 0, count, position, edges.cross(work.j0, work.j0 + T::block_k), 0};
-            if constexpr (Config::deterministic) {
-                record.turn = p.order + 4 * slot * 8;
-                record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
-            }
-            record.write(base + T::record_at + T::record_bytes * (visit % T::records));
-            ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
-            ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
-            for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
-            const int o_stage = visit % T::o_stages;
-            ptx::mbarrier_wait(base + T::o_empty + 8 * o_stage, (visit / T::o_stages & 1) ^ 1);
-            ptx::mbarrier_expect(base + T::o_full + 8 * o_stage, T::o_bytes);
-            for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + o_stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * o_stage, keep);
+    while (left > 0) {
+        const int i0 = tile * T::block_q, count = min(T::block_q, work.seq.q_len - i0), position = i0 + static_cast<int>(work.window.offset);
+        const int stage = begin_stage(visit);
+        const uint64_t keep = ptx::evict_last();
+        const uint32_t full = base + T::q_full + 8 * stage;
+        const int64_t slot = head * p.row_tiles + tile0 + tile;
+        const Edges<Config> edges(p, position, count, work.seq.kv_len);
+        QueryRecord record{p.dq_sum + 4 * slot * T::dq_floats, 0, count, position, edges.cross(work.j0, work.j0 + T::block_k), 0};
+        if constexpr (Config::deterministic) {
+            record.turn = p.order + 4 * slot * 8;
+            record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
+        }
+        const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
+        record.write(at);
+        if constexpr (Config::dropout) {
+            ptx::st_shared_b32(at + 32, head);
+            ptx::st_shared_b32(at + 36, i0);
+        }
+        ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
+        ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
+        for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
+        const int o_stage = visit % T::o_stages;
+        ptx::mbarrier_wait(base + T::o_empty + 8 * o_stage, (visit / T::o_stages & 1) ^ 1);
+        ptx::mbarrier_expect(base + T::o_full + 8 * o_stage, T::o_bytes);
+        for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + o_stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * o_stage, keep);
+        ++visit;
+        if (++tile == work.last) tile = work.first;
+        if (tile == work.start) {
+            head += heads;
+            --left;
         }
     }
-    const int stage = begin_stage();
+    const int stage = begin_stage(visit);
     ptx::st_shared_b32(base + T::record_at + T::record_bytes * (visit % T::records) + 16, 0xFFFFFFFFu);
     ptx::mbarrier_arrive(base + T::q_full + 8 * stage);
+}
+
+// Dropout: three warps that load nothing draw the bits of the tiles to come. A byte for each 16 keys, lane and 16 queries has the
+// elements of s[2 m][0..3] and s[2 m + 1][0..3]: bit set, element kept.
+template <class Config>
+__device__ __forceinline__ void draw_kept(const BackwardParams& p, const KeyTile<Config>& work, uint32_t base) {
+    using T = WarpgroupBackwardTile<Config>;
+    constexpr int across = T::block_q / 16, tasks = T::block_k / 32 * across;
+    // What would not fit in the few registers: seed, sequence and first key (every warp writes the same), and a warp's visit.
+    const uint32_t drawn = base + T::drawn_at;
+    const auto visit_at = [&] { return drawn + 12 + 4 * (ptx::opaque_thread() / 32); };
+    if ((ptx::opaque_thread() & 31) == 0) {
+        ptx::st_shared_b64(drawn, *address<const uint64_t>(p.seed));
+        ptx::st_shared_v2(drawn + 8, work.seq.index, work.j0);
+        ptx::st_shared_b32(visit_at(), 0);
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (;;) {
+        {
+            const int visit = ptx::ld_shared_volatile(visit_at());
+            ptx::mbarrier_wait(base + T::q_full + 8 * (visit % T::stages), visit / T::stages & 1);
+            if (static_cast<int>(ptx::ld_shared_b32(base + T::record_at + T::record_bytes * (visit % T::records) + 16)) < 0) break;
+            ptx::mbarrier_wait(base + T::kept_empty + 8 * (visit & 1), (visit >> 1 & 1) ^ 1);
+        }
+#pragma unroll 1
+        for (int task = ptx::opaque_thread() / 32 - 1; task < tasks; task += 3) {
+            uint32_t bits = 0;   // of 16 keys in each half
+#pragma unroll (T::roomy ? 2 : 1)
+            for (int e = 0; e < 2; ++e) {
+                const int lane = ptx::opaque_thread() & 31, visit = ptx::ld_shared_volatile(visit_at());
+                uint32_t head, i, sequence, j, key0, key1;
+                ptx::ld_shared_b32x2(head, i, base + T::record_at + T::record_bytes * (visit % T::records) + 32);
+                ptx::ld_shared_b32x2(sequence, j, drawn + 8);
+                ptx::ld_shared_b32x2(key0, key1, drawn);
+                PhiloxWords words = dropout_counter(sequence, Config::fault == dropout_ignores_head ? 0 : head, i + 16 * (task % across) + 2 * (lane & 3) + e, j + 32 * (task / across) + (lane >> 2));
+#pragma unroll (T::roomy ? 10 : 1)
+                for (int round = 0; round < 10; ++round, philox_next_key(key0, key1)) philox_round(words, key0, key1);
+                const uint32_t above = dropout_above(p.dropout_threshold);
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+                    bits |= (static_cast<uint32_t>(words.word[k] << 16 > above) | static_cast<uint32_t>(words.word[k] > above) << 4) << (8 * (k & 2) + 2 * (k & 1) + e);
+            }
+            const uint32_t to = base + T::kept_at + (ptx::ld_shared_volatile(visit_at()) & 1) * T::kept_bytes + (task / across * 64 + (ptx::opaque_thread() & 31)) * across + task % across;
+            ptx::st_shared_b8(to, bits);
+            ptx::st_shared_b8(to + 32 * across, bits >> 16);
+        }
+        __syncwarp();
+        if ((ptx::opaque_thread() & 31) == 0) {
+            const int visit = ptx::ld_shared_volatile(visit_at());
+            ptx::mbarrier_arrive(base + T::kept_full + 8 * (visit & 1));
+            ptx::st_shared_b32(visit_at(), visit + 1);
+        }
+        __syncwarp();
+    }
 }
 
 template <class Config>
@@ -179,13 +246,51 @@ struct WarpgroupBackward {
             ptx::Wgmma<T::dq_columns>::template ss<T::half, T::split, true>(dq, ptx::panel_descriptor(at, 16), ptx::panel_descriptor(k + step * 2048, T::KPanel::bytes), step > 0);
         }
     }
+    // What dropout leaves of this thread's elements; bit 4 n + e of the words is that of s[n][e].
+    struct Kept {
+        uint32_t word[(N + 7) / 8];
+        __device__ __forceinline__ float operator()(float x, int n, int e) const { return !Config::dropout || (word[n / 8] >> (4 * (n & 7) + e) & 1) ? x : 0.f; }
+    };
+    __device__ __forceinline__ Kept kept(int visit) const {
+        Kept found{};
+        if constexpr (Config::dropout) {
+            const uint32_t at = base + T::kept_at + (visit & 1) * T::kept_bytes + (((T::split ? 0 : 4 * group) + warp()) * 32 + lane) * (T::block_q / 16) + (T::split ? fragments * group : 0);
+            if constexpr (fragments == 8) ptx::ld_shared_b32x2(found.word[0], found.word[1], at);
+            else if constexpr (fragments == 4) found.word[0] = ptx::ld_shared_b32(at);
+            else found.word[0] = ptx::ld_shared_b16(at);
+        }
+        return found;
+    }
+    __device__ __forceinline__ static void round_step(const float (&x)[N][4], int step, uint32_t (&to)[4]) {
+        const typename atom::A fragment = atom::from_accumulators(x, step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = fragment.hi[i];
+    }
+    __device__ __forceinline__ static void round_kept(const float (&x)[N][4], const Kept& kept, int step, uint32_t (&to)[4]) {
+        float y[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) y[i][e] = kept(x[2 * step + i][e], 2 * step + i, e);
+        const typename atom::A fragment = atom::from_accumulators(y, 0);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = fragment.hi[i];
+    }
+    // P as the operand of dV; with a softcap that was done when P was there.
+    __device__ __forceinline__ void round_probabilities(int visit) {
+        if constexpr (!Config::softcap) {
+            const Kept left = kept(visit);
+#pragma unroll
+            for (int step = 0; step < fragments; ++step) round_kept(s[0], left, step, a[step]);
+        }
+        pin_fragments(a);
+    }
     __device__ __forceinline__ void round(const float (&x)[N][4], uint32_t (&to)[fragments][4]) {
 #pragma unroll
-        for (int step = 0; step < fragments; ++step) {
-            const typename atom::A fragment = atom::from_accumulators(x, step);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[step][i] = fragment.hi[i];
-        }
+        for (int step = 0; step < fragments; ++step) round_step(x, step, to[step]);
+        pin_fragments(to);
+    }
+    __device__ __forceinline__ static void pin_fragments(uint32_t (&to)[fragments][4]) {
 #pragma unroll
         for (int step = 0; step < fragments; ++step)
 #pragma unroll
@@ -245,11 +350,69 @@ struct WarpgroupBackward {
             if (count < T::block_q) clear_rows<typename T::QPanel>(at, panels, count);
     }
 
+    // The warpgroups take turns with dV, dQ, dK and the next S and dP, so that one has products while the other has none.
+    __device__ __forceinline__ void end_products() const {
+        if constexpr (Config::order) ptx::bar_arrive(5 - group, 256);
+    }
+
     __device__ __forceinline__ void await_keys(int keys) const {
         ptx::mbarrier_wait(base + T::keys_full, 0);
         if (T::tails && keys < T::block_k) {
             clear_rows<typename T::KPanel>(base + T::k_at, T::panels, keys);
             clear_rows<typename T::KPanel>(base + T::v_at, T::panels_v, keys);
+        }
+    }
+
+    // P = exp(S - lse). With a softcap also rounded P, and P then becomes P times the derivative of the cap.
+    __device__ __forceinline__ void exponentials(int visit, int count, int j0, int keys) {
+        const int column0 = T::split ? T::queries * group : 0;
+        const uint32_t shifts = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * column0 + 8 * (lane & 3);
+        if constexpr (Config::dropout) ptx::mbarrier_wait(base + T::kept_full + 8 * (visit & 1), visit >> 1 & 1);
+        if constexpr (Config::softcap) {
+            const float within = p.scale / p.softcap * (Config::fault == scaled_scores ? 1.001f : 1.f);
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[0][n][e] = tanh_exact(s[0][n][e] * within);
+        }
+        if (ptx::ld_shared_b32(record(visit) + 24))
+            Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
+        const float factor = Config::softcap ? p.softcap * log2e : scale;
+        Kept left;
+        if constexpr (Config::softcap) left = kept(visit);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            float shift[2], slope[4];
+            ptx::ld_shared_f32x2(shift[0], shift[1], shifts + 32 * n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                slope[e] = fmaxf(fmaf(-s[0][n][e], s[0][n][e], 1.f), 0.f);   // hidden: 0
+                s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], factor, -shift[e & 1]));
+            }
+            if constexpr (Config::softcap) {
+                float y[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    y[e] = left(s[0][n][e], n, e);
+                    s[0][n][e] *= slope[e];
+                }
+                a[n / 2][2 * (n & 1)] = pack<Config>(y[0], y[1]);
+                a[n / 2][2 * (n & 1) + 1] = pack<Config>(y[2], y[3]);
+            }
+        }
+    }
+    __device__ __forceinline__ void differences(int visit) {   // dS = P (dP - delta), in place of dP
+        const uint32_t deltas = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * T::block_q + (T::split ? 4 * T::queries * group : 0) + 8 * (lane & 3);
+        const Kept left = kept(visit);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            float delta[2];
+            ptx::ld_shared_f32x2(delta[0], delta[1], deltas + 32 * n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float minus = Config::fault == skip_delta ? 0.f : delta[e & 1];
+                dp[n][e] = s[0][n][e] * (Config::dropout ? fmaf(left(dp[n][e], n, e), p.keep_scale, -minus) : dp[n][e] - minus);
+            }
         }
     }
 
@@ -274,6 +437,7 @@ struct WarpgroupBackward {
             clear_queries(o, T::panels_v, count);
             issue_transposed<T::steps_v>(dp, base + T::v_at, o);
             ptx::wgmma_commit();
+            if (group == 1 || visit > 0) end_products();
             ptx::wgmma_wait<1>();   // S, and dK of the step before
             ptx::pin(s[0]);
             if (visit > 0) {
@@ -281,36 +445,23 @@ struct WarpgroupBackward {
                 if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::o_stages));
             }
 
-            const int column0 = T::split ? T::queries * group : 0;
-            const uint32_t rows = base + T::rows_at + stage * T::rows_bytes + 8 * column0 + 16 * (lane & 3);
-            if (ptx::ld_shared_b32(record(visit) + 24))
-                Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], scale, -__uint_as_float(e & 1 ? pair.z : pair.x)));
-            }
+            exponentials(visit, count, j0, keys);
             end_turn(visit - (T::split ? 1 : 2));
             if constexpr (T::split) {
-                round(s[0], a);
+                round_probabilities(visit);
                 store(a, buffer(visit & 1));
             } else if constexpr (Config::early_dv) {
-                round(s[0], a);
+                round_probabilities(visit);
                 issue_keys<T::columns_v>(dv[0], a, 0, o);
                 ptx::wgmma_commit();
             }
             ptx::wgmma_wait<Config::early_dv>();   // dP
             ptx::pin(dp);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) dp[n][e] = s[0][n][e] * (dp[n][e] - (Config::fault == skip_delta ? 0.f : __uint_as_float(e & 1 ? pair.w : pair.y)));
-            }
+            differences(visit);
             round(dp, d);
             if constexpr (T::split) {
                 store(d, buffer(2 + (visit & 1)));
+                if constexpr (Config::dropout) release(T::kept_empty + 8 * (visit & 1));
                 ptx::bar_sync(3, 256);   // all of P and dS is there, and nobody reads what the step before stored
                 issue_queries(buffer(2 + (visit & 1)));
                 ptx::wgmma_commit();
@@ -326,11 +477,13 @@ struct WarpgroupBackward {
                 store(d, buffer(visit % 3));
                 __syncwarp();
                 release(T::ds_full + 8 * (visit % 3));
+                if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
                 if constexpr (!Config::early_dv) {
-                    round(s[0], a);
+                    round_probabilities(visit);
                     issue_keys<T::columns_v>(dv[0], a, 0, o);
                     ptx::wgmma_commit();
                 }
+                if constexpr (Config::dropout) release(T::kept_empty + 8 * (visit & 1));
                 issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
                 ptx::wgmma_commit();
                 issue_keys<T::columns>(dk[0], d, 0, q);
@@ -342,6 +495,7 @@ struct WarpgroupBackward {
                 if constexpr (Config::drain) ptx::wgmma_wait<0>();   // dK: its operands' registers are wanted
             }
         }
+        if (group == 0 && visit > 0) end_products();
         ptx::wgmma_wait<0>();
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
@@ -388,6 +542,8 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     using element = typename Config::element;
     const BackwardParams& p = params.problem;
     extern __shared__ __align__(1024) uint8_t shared[];
+    ptx::launch_dependents<Config>();
+    if constexpr (Config::deterministic) ptx::wait_dependency<Config>();   // the ticket
     const uint32_t base = ptx::shared_address(shared);
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
@@ -401,6 +557,10 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
             ptx::mbarrier_init(base + T::o_empty + 8 * i, 8);
         }
         for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + T::ds_full + 8 * i, 8);
+        for (int i = 0; i < 2 * Config::dropout; ++i) {
+            ptx::mbarrier_init(base + T::kept_full + 8 * i, 3);
+            ptx::mbarrier_init(base + T::kept_empty + 8 * i, 8);
+        }
         ptx::mbarrier_init_fence();
         if constexpr (Config::deterministic) ptx::st_shared_b32(base + T::record_at, atomicAdd(address<int>(p.ticket), 1));
     }
@@ -410,10 +570,13 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     const KeyTile<Config> work(p, block);
     if (work.idle) return;
     if (warpgroup == 0) {
-        ptx::give_registers<24>();
-        if (threadIdx.x == 0) load_queries<Config>(params, work, base);
+        ptx::give_registers<T::few_registers>();
+        if (Config::dropout && threadIdx.x >= 32) {
+            if constexpr (Config::dropout) draw_kept<Config>(p, work, base);
+        } else if (threadIdx.x == 0) load_queries<Config>(params, work, base);
     } else {
-        ptx::take_registers<240>();
+        ptx::take_registers<T::many_registers>();
+        ptx::wait_dependency<Config>();
         WarpgroupBackward<Config> mine(p, base, warpgroup - 1, lane);
         mine.run(work.j0, work.j1 - work.j0);
         const KeyTile<Config> again(p, Config::deterministic ? block : ptx::opaque_block());   // found anew rather than kept in registers
@@ -422,7 +585,7 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
         const int64_t batch = Config::packed ? 0 : again.b;
         ptx::bar_sync(3, 256);   // nobody reads K or V any more
         if (p.dk) mine.template write<T::columns, Config::head_dim>(mine.dk[0], p.scale, base + T::k_at, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + again.head_kv * p.dk_h, p.dk_j, count);
-        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], Config::fault == scaled_dv ? 1.004f : 1.f, base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
+        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], (Config::dropout ? p.keep_scale : 1.f) * (Config::fault == scaled_dv ? 1.004f : 1.f), base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
     }
 }
 
