@@ -147,7 +147,9 @@ def backward(
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
     if forward(replace(problem, dropout_p=0.0), target) is None:
         return None
-    split, capped = problem.head_dim > 128, problem.softcap is not None
+    dropout = problem.dropout_threshold > 0
+    tight = problem.softcap is not None or (dropout and problem.deterministic)  # for registers
+    split = problem.head_dim > (96 if tight else 128)
 
     def width(dim: int) -> int:
         return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
@@ -155,7 +157,7 @@ def backward(
     common = features(problem, fault) | {
         "deterministic": problem.deterministic,
         "split": split,
-        "block_q": 128 if problem.head_dim <= 64 and not capped else 64,
+        "block_q": 128 if problem.head_dim <= 64 and not tight else 64,
         "block_k": 64 if split else 128,
         "stages": 2,
         "o_stages": 2,

@@ -57,6 +57,7 @@ struct WarpgroupBackwardTile {
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
+    static_assert(!split || !Config::order, "split warpgroups meet in every step");
     static_assert(stages + 2 <= records, "a record outlives its stage by a step");
 };
 
@@ -111,10 +112,7 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
         }
         const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
         record.write(at);
-        if constexpr (Config::dropout) {
-            ptx::st_shared_b32(at + 32, head);
-            ptx::st_shared_b32(at + 36, i0);
-        }
+        if constexpr (Config::dropout) ptx::st_shared_b32(at + 32, head);
         ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
         ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
         for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
@@ -140,12 +138,13 @@ template <class Config>
 __device__ __forceinline__ void draw_kept(const BackwardParams& p, const KeyTile<Config>& work, uint32_t base) {
     using T = WarpgroupBackwardTile<Config>;
     constexpr int across = T::block_q / 16, tasks = T::block_k / 32 * across;
-    // What would not fit in the few registers: seed, sequence and first key (every warp writes the same), and a warp's visit.
+    // What would not fit in the few registers: seed, sequence, first key, a warp's visit, and the position of query 0.
     const uint32_t drawn = base + T::drawn_at;
     const auto visit_at = [&] { return drawn + 12 + 4 * (ptx::opaque_thread() / 32); };
     if ((ptx::opaque_thread() & 31) == 0) {
         ptx::st_shared_b64(drawn, *address<const uint64_t>(p.seed));
         ptx::st_shared_v2(drawn + 8, work.seq.index, work.j0);
+        ptx::st_shared_b32(drawn + 28, static_cast<int>(work.window.offset));
         ptx::st_shared_b32(visit_at(), 0);
     }
     __syncwarp();
@@ -163,8 +162,9 @@ __device__ __forceinline__ void draw_kept(const BackwardParams& p, const KeyTile
 #pragma unroll (T::roomy ? 2 : 1)
             for (int e = 0; e < 2; ++e) {
                 const int lane = ptx::opaque_thread() & 31, visit = ptx::ld_shared_volatile(visit_at());
-                uint32_t head, i, sequence, j, key0, key1;
-                ptx::ld_shared_b32x2(head, i, base + T::record_at + T::record_bytes * (visit % T::records) + 32);
+                const uint32_t record = base + T::record_at + T::record_bytes * (visit % T::records), head = ptx::ld_shared_b32(record + 32);
+                const uint32_t i = ptx::ld_shared_b32(record + 20) - ptx::ld_shared_b32(drawn + 28);
+                uint32_t sequence, j, key0, key1;
                 ptx::ld_shared_b32x2(sequence, j, drawn + 8);
                 ptx::ld_shared_b32x2(key0, key1, drawn);
                 PhiloxWords words = dropout_counter(sequence, Config::fault == dropout_ignores_head ? 0 : head, i + 16 * (task % across) + 2 * (lane & 3) + e, j + 32 * (task / across) + (lane >> 2));
@@ -398,6 +398,8 @@ struct WarpgroupBackward {
                 }
                 a[n / 2][2 * (n & 1)] = pack<Config>(y[0], y[1]);
                 a[n / 2][2 * (n & 1) + 1] = pack<Config>(y[2], y[3]);
+                ptx::pin(a[n / 2][2 * (n & 1)]);
+                ptx::pin(a[n / 2][2 * (n & 1) + 1]);
             }
         }
     }
@@ -568,7 +570,7 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     const int block = Config::deterministic ? ptx::ld_shared_b32(base + T::record_at) : blockIdx.x;
     if constexpr (Config::deterministic) __syncthreads();
     const KeyTile<Config> work(p, block);
-    if (work.idle) return;
+    if (work.idle) return ptx::wait_dependency<Config>();   // so that this kernel never ends before that one
     if (warpgroup == 0) {
         ptx::give_registers<T::few_registers>();
         if (Config::dropout && threadIdx.x >= 32) {
