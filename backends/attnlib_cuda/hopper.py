@@ -150,6 +150,7 @@ def backward(
     dropout = problem.dropout_threshold > 0
     tight = problem.softcap is not None or (dropout and problem.deterministic)  # for registers
     split = problem.head_dim > (96 if tight else 128)
+    short = problem.window.right is not None and problem.seqlen_q <= 4096  # turns cost more than they bring
 
     def width(dim: int) -> int:
         return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
@@ -165,7 +166,7 @@ def backward(
         "columns_v": width(problem.head_dim_v),
         "early_dv": 64 < problem.head_dim <= 112,
         "drain": problem.head_dim <= 64,
-        "order": not split,
+        "order": not split and not (short and problem.head_dim > 112),
     }
     return BackwardConfig(**(common | dict(shape or {})))
 

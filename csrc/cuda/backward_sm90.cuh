@@ -55,6 +55,7 @@ struct WarpgroupBackwardTile {
     static constexpr bool roomy = Config::dropout && (split || columns + columns_v < 256);   // registers left for the warps that draw
     static constexpr int few_registers = roomy ? 40 : 24, many_registers = roomy ? 232 : 240;
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
+    static_assert(dq_columns % 64 == 0 || dq_columns == 32, "whole panels, or half of the only one");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
     static_assert(!split || !Config::order, "split warpgroups meet in every step");
@@ -237,7 +238,8 @@ struct WarpgroupBackward {
     }
     __device__ __forceinline__ void issue_queries(uint32_t ds) {   // dQ
         const int row_part = T::dq_rows == 2 ? group : 0, column_part = T::dq_rows == 2 ? 0 : group;
-        const uint32_t k = base + T::k_at + column_part * (T::dq_columns / 64) * T::KPanel::bytes;
+        const int column0 = column_part * T::dq_columns;   // 32, too: half of a panel, whose swizzle goes by the address
+        const uint32_t k = base + T::k_at + column0 / 64 * T::KPanel::bytes + column0 % 64 * 2;
         ds += 64 * row_part * 128;
         ptx::wgmma_fence();
 #pragma unroll
