@@ -66,8 +66,6 @@ class BackwardConfig(Features):
     split: bool
     block_q: int
     block_k: int
-    stages: int
-    o_stages: int
     columns: int
     columns_v: int
     early_dv: bool
@@ -93,12 +91,10 @@ class BackwardConfig(Features):
     @property
     def shared_bytes(self) -> int:
         panels, panels_v = self._panels(self.head_dim), self._panels(self.head_dim_v)
-        rows = self.block_k * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v)
+        rows = self.block_k * (panels + panels_v) + 2 * self.block_q * (panels + panels_v)
         scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
-        barriers = 8 + 16 * (self.stages + self.o_stages) + 24
-        if self.dropout:
-            barriers += 80 + self.block_q * self.block_k // 4  # and which elements are kept, twice
-        return rows * 128 + scores + 8 * self.block_q * self.stages + (8 if self.stages > 2 else 4) * 48 + barriers
+        drawn = 16 + (1024 if self.split else 2048) if self.dropout else 0
+        return rows * 128 + scores + 16 * self.block_q + 4 * 48 + 96 + drawn
 
 
 WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
@@ -147,9 +143,9 @@ def backward(
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
     if forward(replace(problem, dropout_p=0.0), target) is None:
         return None
-    dropout = problem.dropout_threshold > 0
-    tight = problem.softcap is not None or (dropout and problem.deterministic)  # for registers
-    split = problem.head_dim > (96 if tight else 128)
+    capped = problem.softcap is not None
+    split = problem.head_dim > (96 if capped else 128)
+    tight = capped or (problem.dropout_threshold > 0 and problem.deterministic)  # for registers
     short = problem.window.right is not None and problem.seqlen_q <= 4096  # turns cost more than they bring
 
     def width(dim: int) -> int:
@@ -160,8 +156,6 @@ def backward(
         "split": split,
         "block_q": 128 if problem.head_dim <= 64 and not tight else 64,
         "block_k": 64 if split else 128,
-        "stages": 2,
-        "o_stages": 2,
         "columns": width(problem.head_dim),
         "columns_v": width(problem.head_dim_v),
         "early_dv": 64 < problem.head_dim <= 112,

@@ -110,8 +110,8 @@ def matrices() -> Sequence[Matrix]:
     }  # fmt: skip
     wgmma = {
         **_SIZES, "dtype": (_HALF, _BFLOAT), "feature": ("plain", "softcap", "sinks", "dropout"),
-        "window": _FORMS["window"], "layout": ("dense", "lengths", "packed"), "top_left": (False, True), "aligned": (True,),
-        "deterministic": (False, True), "queries": (1024, 8192),
+        "window": _FORMS["window"], "layout": ("dense", "lengths", "packed"), "top_left": (False, True),
+        "aligned": (True,), "deterministic": (False, True), "queries": (1024, 8192),
     }  # fmt: skip
     inference, training = (functools.partial(_excluded, training=x) for x in (False, True))
     return [

@@ -13,23 +13,21 @@ struct PhiloxWords {
     uint32_t word[4];
 };
 
-ATTNLIB_FN void philox_round(PhiloxWords& c, uint32_t key0, uint32_t key1) {
-    const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c.word[0];
-    const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c.word[2];
-    c = {{static_cast<uint32_t>(product1 >> 32) ^ c.word[1] ^ key0, static_cast<uint32_t>(product1),
-          static_cast<uint32_t>(product0 >> 32) ^ c.word[3] ^ key1, static_cast<uint32_t>(product0)}};
-}
-
-ATTNLIB_FN void philox_next_key(uint32_t& key0, uint32_t& key1) {
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-}
-
 ATTNLIB_FN PhiloxWords philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
-    PhiloxWords c = {{c0, c1, c2, c3}};
     uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; ++round, philox_next_key(key0, key1)) philox_round(c, key0, key1);
-    return c;
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t product0 = static_cast<uint64_t>(0xD2511F53u) * c0;
+        const uint64_t product1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+        const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
+        const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
+        c1 = static_cast<uint32_t>(product1);
+        c3 = static_cast<uint32_t>(product0);
+        c0 = next0;
+        c2 = next2;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    return {{c0, c1, c2, c3}};
 }
 
 // The same in three parts, for kernels that draw many words. Of the first three rounds most depends on the row or on the
@@ -86,14 +84,9 @@ ATTNLIB_FN PhiloxWords philox_finish(uint64_t seed, const PhiloxRow& row, const 
     return {{c0, c1, c2, c3}};
 }
 
-ATTNLIB_FN PhiloxWords dropout_counter(uint32_t sequence, uint32_t head, uint32_t i, uint32_t j) {
-    return {{(j >> 5) * 8 + (j & 7), (i >> 4) * 8 + (i & 7), head, sequence}};
-}
-
 // The words that serve rows {i, i+8} (i & 8 == 0) and columns {j, j+8, j+16, j+24} (j & 24 == 0), and all their aliases.
 ATTNLIB_FN PhiloxWords dropout_words(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t i, uint32_t j) {
-    const PhiloxWords c = dropout_counter(sequence, head, i, j);
-    return philox4x32_10(c.word[0], c.word[1], c.word[2], c.word[3], seed);
+    return philox4x32_10((j >> 5) * 8 + (j & 7), (i >> 4) * 8 + (i & 7), head, sequence, seed);
 }
 
 // The number of (i, j) within its words.

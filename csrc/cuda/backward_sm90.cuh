@@ -15,7 +15,7 @@
 //   the queries of S and dP. P and dS pass through shared memory, as [key][query].
 //     S_j, dP_j | P = exp(S - lse), dS = P (dP - delta), stored      dQ_j, dV_j, dK_j | dQ_j is added to memory
 //
-//   shared memory: K | V | stages x Q | o_stages x dO | 3 x dS, or 2 x (P, dS) | stages x row statistics | records | barriers
+//   shared memory: K | V | 2 x Q | 2 x dO | 3 x dS, or 2 x (P, dS) | 2 x row statistics | records | barriers
 //   all tiles as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle
 #pragma once
 
@@ -34,7 +34,7 @@ struct WarpgroupBackwardTile {
     using atom = Atom<Config>;
     static constexpr bool half = is_half<element>::value;
     static constexpr bool split = Config::split;
-    static constexpr int block_q = Config::block_q, block_k = Config::block_k, stages = Config::stages, o_stages = Config::o_stages;
+    static constexpr int block_q = Config::block_q, block_k = Config::block_k, stages = 2;
     static constexpr int queries = split ? block_q / 2 : block_q, keys = 64, N = queries / 8;   // of a warpgroup's S
     static constexpr int panels = panels_of(Config::head_dim), panels_v = panels_of(Config::head_dim_v);
     static constexpr int steps = (Config::head_dim + 15) / 16, steps_v = (Config::head_dim_v + 15) / 16;
@@ -44,22 +44,21 @@ struct WarpgroupBackwardTile {
     using KPanel = Tile<Config, block_k, 64>;
     static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = split ? 4 : 3;
     static constexpr int k_at = 0, v_at = panels * KPanel::bytes, q_at = v_at + panels_v * KPanel::bytes, o_at = q_at + stages * q_bytes;
-    static constexpr int ds_at = o_at + o_stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
-    static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = stages > 2 ? 8 : 4;
+    static constexpr int ds_at = o_at + stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
+    static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = 4;
     static constexpr int keys_full = record_at + records * record_bytes, q_full = keys_full + 8, q_empty = q_full + 8 * stages;
-    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * o_stages, ds_full = o_empty + 8 * o_stages;
-    static constexpr int kept_full = ds_full + 24, kept_empty = kept_full + 16, drawn_at = (kept_empty + 31) / 16 * 16, kept_at = drawn_at + 32, kept_bytes = block_k * block_q / 8;   // dropout: two tiles of bits
-    static constexpr int shared_bytes = Config::dropout ? kept_at + 2 * kept_bytes : kept_full;
+    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
+    static constexpr int drawn_at = ds_full + 24, exchange_at = drawn_at + 16, exchange_bytes = 8 * 128, exchanges = split ? 1 : 2;   // dropout: seed and sequence; bits for the neighbour (split warpgroups meet before the next)
+    static constexpr int shared_bytes = Config::dropout ? exchange_at + exchanges * exchange_bytes : drawn_at;
     static constexpr int dq_floats = block_q * 64 * panels;
     static constexpr bool tails = Config::lengths || Config::packed;
-    static constexpr bool roomy = Config::dropout && (split || columns + columns_v < 256);   // registers left for the warps that draw
-    static constexpr int few_registers = roomy ? 40 : 24, many_registers = roomy ? 232 : 240;
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
     static_assert(dq_columns % 64 == 0 || dq_columns == 32, "whole panels, or half of the only one");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
     static_assert(!split || !Config::order, "split warpgroups meet in every step");
     static_assert(stages + 2 <= records, "a record outlives its stage by a step");
+    static_assert(drawn_at % 16 == 0, "seed");
 };
 
 // What the loading thread tells the others of a query tile. count: queries in it, -1: there is none; position: of the first.
@@ -95,6 +94,10 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
         for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::k_at + panel * T::KPanel::bytes, &params.k, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
         for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
     }
+    if constexpr (Config::dropout) {
+        ptx::st_shared_b64(base + T::drawn_at, *address<const uint64_t>(p.seed));
+        ptx::st_shared_b32(base + T::drawn_at + 8, work.seq.index);
+    }
     ptx::wait_dependency<Config>();   // row statistics
     const int heads = Config::fault == head_mod ? p.heads_kv : 1;   // from one head of the group to the next
     int visit = 0, tile = work.start, head = Config::fault == head_mod ? work.head_kv : work.head_kv * work.group, left = work.per_head > 0 ? work.group : 0;
@@ -113,14 +116,13 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
         }
         const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
         record.write(at);
-        if constexpr (Config::dropout) ptx::st_shared_b32(at + 32, head);
+        if constexpr (Config::dropout) ptx::st_shared_v2(at + 32, head, i0);
         ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
         ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
         for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
-        const int o_stage = visit % T::o_stages;
-        ptx::mbarrier_wait(base + T::o_empty + 8 * o_stage, (visit / T::o_stages & 1) ^ 1);
-        ptx::mbarrier_expect(base + T::o_full + 8 * o_stage, T::o_bytes);
-        for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + o_stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * o_stage, keep);
+        ptx::mbarrier_wait(base + T::o_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
+        ptx::mbarrier_expect(base + T::o_full + 8 * stage, T::o_bytes);
+        for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * stage, keep);
         ++visit;
         if (++tile == work.last) tile = work.first;
         if (tile == work.start) {
@@ -131,63 +133,6 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
     const int stage = begin_stage(visit);
     ptx::st_shared_b32(base + T::record_at + T::record_bytes * (visit % T::records) + 16, 0xFFFFFFFFu);
     ptx::mbarrier_arrive(base + T::q_full + 8 * stage);
-}
-
-// Dropout: three warps that load nothing draw the bits of the tiles to come. A byte for each 16 keys, lane and 16 queries has the
-// elements of s[2 m][0..3] and s[2 m + 1][0..3]: bit set, element kept.
-template <class Config>
-__device__ __forceinline__ void draw_kept(const BackwardParams& p, const KeyTile<Config>& work, uint32_t base) {
-    using T = WarpgroupBackwardTile<Config>;
-    constexpr int across = T::block_q / 16, tasks = T::block_k / 32 * across;
-    // What would not fit in the few registers: seed, sequence, first key, a warp's visit, and the position of query 0.
-    const uint32_t drawn = base + T::drawn_at;
-    const auto visit_at = [&] { return drawn + 12 + 4 * (ptx::opaque_thread() / 32); };
-    if ((ptx::opaque_thread() & 31) == 0) {
-        ptx::st_shared_b64(drawn, *address<const uint64_t>(p.seed));
-        ptx::st_shared_v2(drawn + 8, work.seq.index, work.j0);
-        ptx::st_shared_b32(drawn + 28, static_cast<int>(work.window.offset));
-        ptx::st_shared_b32(visit_at(), 0);
-    }
-    __syncwarp();
-#pragma unroll 1
-    for (;;) {
-        {
-            const int visit = ptx::ld_shared_volatile(visit_at());
-            ptx::mbarrier_wait(base + T::q_full + 8 * (visit % T::stages), visit / T::stages & 1);
-            if (static_cast<int>(ptx::ld_shared_b32(base + T::record_at + T::record_bytes * (visit % T::records) + 16)) < 0) break;
-            ptx::mbarrier_wait(base + T::kept_empty + 8 * (visit & 1), (visit >> 1 & 1) ^ 1);
-        }
-#pragma unroll 1
-        for (int task = ptx::opaque_thread() / 32 - 1; task < tasks; task += 3) {
-            uint32_t bits = 0;   // of 16 keys in each half
-#pragma unroll (T::roomy ? 2 : 1)
-            for (int e = 0; e < 2; ++e) {
-                const int lane = ptx::opaque_thread() & 31, visit = ptx::ld_shared_volatile(visit_at());
-                const uint32_t record = base + T::record_at + T::record_bytes * (visit % T::records), head = ptx::ld_shared_b32(record + 32);
-                const uint32_t i = ptx::ld_shared_b32(record + 20) - ptx::ld_shared_b32(drawn + 28);
-                uint32_t sequence, j, key0, key1;
-                ptx::ld_shared_b32x2(sequence, j, drawn + 8);
-                ptx::ld_shared_b32x2(key0, key1, drawn);
-                PhiloxWords words = dropout_counter(sequence, Config::fault == dropout_ignores_head ? 0 : head, i + 16 * (task % across) + 2 * (lane & 3) + e, j + 32 * (task / across) + (lane >> 2));
-#pragma unroll (T::roomy ? 10 : 1)
-                for (int round = 0; round < 10; ++round, philox_next_key(key0, key1)) philox_round(words, key0, key1);
-                const uint32_t above = dropout_above(p.dropout_threshold);
-#pragma unroll
-                for (int k = 0; k < 4; ++k)
-                    bits |= (static_cast<uint32_t>(words.word[k] << 16 > above) | static_cast<uint32_t>(words.word[k] > above) << 4) << (8 * (k & 2) + 2 * (k & 1) + e);
-            }
-            const uint32_t to = base + T::kept_at + (ptx::ld_shared_volatile(visit_at()) & 1) * T::kept_bytes + (task / across * 64 + (ptx::opaque_thread() & 31)) * across + task % across;
-            ptx::st_shared_b8(to, bits);
-            ptx::st_shared_b8(to + 32 * across, bits >> 16);
-        }
-        __syncwarp();
-        if ((ptx::opaque_thread() & 31) == 0) {
-            const int visit = ptx::ld_shared_volatile(visit_at());
-            ptx::mbarrier_arrive(base + T::kept_full + 8 * (visit & 1));
-            ptx::st_shared_b32(visit_at(), visit + 1);
-        }
-        __syncwarp();
-    }
 }
 
 template <class Config>
@@ -203,6 +148,7 @@ struct WarpgroupBackward {
     float dk[1][T::columns / 8][4], dv[1][T::columns_v / 8][4];
     float s[1][N][4], dp[N][4], dq[CQ][4];
     uint32_t a[fragments][4], d[fragments][4];   // P and dS, rounded
+    uint32_t kept[(N + 7) / 8];   // dropout: bit 4 n + e of these is that of s[n][e]
 
     __device__ __forceinline__ WarpgroupBackward(const BackwardParams& p, uint32_t base, int group, int lane)
         : p(p), base(base), group(group), lane(lane), scale(p.scale * log2e * (Config::fault == scaled_scores ? 1.001f : 1.f)) {}
@@ -248,43 +194,66 @@ struct WarpgroupBackward {
             ptx::Wgmma<T::dq_columns>::template ss<T::half, T::split, true>(dq, ptx::panel_descriptor(at, 16), ptx::panel_descriptor(k + step * 2048, T::KPanel::bytes), step > 0);
         }
     }
-    // What dropout leaves of this thread's elements; bit 4 n + e of the words is that of s[n][e].
-    struct Kept {
-        uint32_t word[(N + 7) / 8];
-        __device__ __forceinline__ float operator()(float x, int n, int e) const { return !Config::dropout || (word[n / 8] >> (4 * (n & 7) + e) & 1) ? x : 0.f; }
-    };
-    __device__ __forceinline__ Kept kept(int visit) const {
-        Kept found{};
+    __device__ __forceinline__ float left(float x, int n, int e) const { return !Config::dropout || (kept[n / 8] >> (4 * (n & 7) + e) & 1) ? x : 0.f; }
+    // A call of Philox serves 32 keys, of which a warp has 16: each draws half of the queries for itself and its neighbour.
+    __device__ __forceinline__ void draw(int visit, int j0) {
         if constexpr (Config::dropout) {
-            const uint32_t at = base + T::kept_at + (visit & 1) * T::kept_bytes + (((T::split ? 0 : 4 * group) + warp()) * 32 + lane) * (T::block_q / 16) + (T::split ? fragments * group : 0);
-            if constexpr (fragments == 8) ptx::ld_shared_b32x2(found.word[0], found.word[1], at);
-            else if constexpr (fragments == 4) found.word[0] = ptx::ld_shared_b32(at);
-            else found.word[0] = ptx::ld_shared_b16(at);
+            constexpr int mine = fragments / 2;
+            const uint64_t seed = __shfl_sync(0xFFFFFFFFu, ptx::ld_shared_b64(base + T::drawn_at), 0);   // the same in all lanes, to the compiler, too
+            const int sequence = ptx::ld_shared_b32(base + T::drawn_at + 8), head = Config::fault == dropout_ignores_head ? 0 : ptx::ld_shared_b32(record(visit) + 32);
+            const bool odd = warp() & 1;
+            const uint32_t i = ptx::ld_shared_b32(record(visit) + 36) + (T::split ? T::queries * group : 0) + (odd ? 16 * mine : 0), j = j0 + (T::split ? 0 : 64 * group) + 16 * (warp() & 2) + (lane >> 2);
+            const PhiloxColumn column = philox_column(seed, DropoutWords<Config, false, 1, 4>::group(j), head, sequence, WideProduct{});
+            const uint32_t above = dropout_above(p.dropout_threshold);
+            uint32_t bits[2] = {0, 0};   // of the even and of the odd warp
+#pragma unroll
+            for (int m = 0; m < mine; ++m)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const PhiloxRow row = philox_row(seed, i / 2 + 8 * m + 2 * (lane & 3) + e, head, WideProduct{});
+                    const PhiloxWords words = philox_finish(seed, row, column, WideProduct{});
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        bits[k / 2] |= (static_cast<uint32_t>(words.word[k] << 16 > above) | static_cast<uint32_t>(words.word[k] > above) << 4) << (8 * m + 2 * (k & 1) + e);
+                }
+            const uint32_t at = base + T::exchange_at + visit % T::exchanges * T::exchange_bytes + 128 * (4 * group) + 4 * lane;
+            ptx::st_shared_b32(at + 128 * warp(), odd ? bits[0] : bits[1]);
+            ptx::bar_sync(6 + 2 * group + warp() / 2, 64);
+            const uint32_t own = odd ? bits[1] : bits[0], other = ptx::ld_shared_b32(at + 128 * (warp() ^ 1)), first = odd ? other : own, second = odd ? own : other;
+            if constexpr (mine == 4) {
+                kept[0] = first;
+                kept[1] = second;
+            } else kept[0] = first | second << (8 * mine);
+#pragma unroll
+            for (uint32_t& word : kept) ptx::pin(word);
         }
-        return found;
+    }
+    __device__ __forceinline__ void draw_ahead(int visit, int j0) {   // of the step to come, beside products that need few registers
+        if constexpr (Config::dropout) {
+            ptx::mbarrier_wait(base + T::q_full + 8 * (visit % T::stages), visit / T::stages & 1);
+            if (static_cast<int>(ptx::ld_shared_b32(record(visit) + 16)) >= 0) draw(visit, j0);
+        }
     }
     __device__ __forceinline__ static void round_step(const float (&x)[N][4], int step, uint32_t (&to)[4]) {
         const typename atom::A fragment = atom::from_accumulators(x, step);
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[i] = fragment.hi[i];
     }
-    __device__ __forceinline__ static void round_kept(const float (&x)[N][4], const Kept& kept, int step, uint32_t (&to)[4]) {
+    __device__ __forceinline__ void round_kept(const float (&x)[N][4], int step, uint32_t (&to)[4]) const {
         float y[2][4];
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) y[i][e] = kept(x[2 * step + i][e], 2 * step + i, e);
+            for (int e = 0; e < 4; ++e) y[i][e] = left(x[2 * step + i][e], 2 * step + i, e);
         const typename atom::A fragment = atom::from_accumulators(y, 0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) to[i] = fragment.hi[i];
     }
     // P as the operand of dV; with a softcap that was done when P was there.
-    __device__ __forceinline__ void round_probabilities(int visit) {
-        if constexpr (!Config::softcap) {
-            const Kept left = kept(visit);
+    __device__ __forceinline__ void round_probabilities() {
+        if constexpr (!Config::softcap)
 #pragma unroll
-            for (int step = 0; step < fragments; ++step) round_kept(s[0], left, step, a[step]);
-        }
+            for (int step = 0; step < fragments; ++step) round_kept(s[0], step, a[step]);
         pin_fragments(a);
     }
     __device__ __forceinline__ void round(const float (&x)[N][4], uint32_t (&to)[fragments][4]) {
@@ -369,7 +338,6 @@ struct WarpgroupBackward {
     __device__ __forceinline__ void exponentials(int visit, int count, int j0, int keys) {
         const int column0 = T::split ? T::queries * group : 0;
         const uint32_t shifts = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * column0 + 8 * (lane & 3);
-        if constexpr (Config::dropout) ptx::mbarrier_wait(base + T::kept_full + 8 * (visit & 1), visit >> 1 & 1);
         if constexpr (Config::softcap) {
             const float within = p.scale / p.softcap * (Config::fault == scaled_scores ? 1.001f : 1.f);
 #pragma unroll
@@ -380,8 +348,6 @@ struct WarpgroupBackward {
         if (ptx::ld_shared_b32(record(visit) + 24))
             Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
         const float factor = Config::softcap ? p.softcap * log2e : scale;
-        Kept left;
-        if constexpr (Config::softcap) left = kept(visit);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             float shift[2], slope[4];
@@ -407,7 +373,6 @@ struct WarpgroupBackward {
     }
     __device__ __forceinline__ void differences(int visit) {   // dS = P (dP - delta), in place of dP
         const uint32_t deltas = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * T::block_q + (T::split ? 4 * T::queries * group : 0) + 8 * (lane & 3);
-        const Kept left = kept(visit);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             float delta[2];
@@ -426,10 +391,11 @@ struct WarpgroupBackward {
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
         int visit = 0;
+        if constexpr (!T::split) draw_ahead(0, j0);
 #pragma unroll 1
         for (;; ++visit) {
-            const int stage = visit % T::stages, o_stage = visit % T::o_stages;
-            const uint32_t q = base + T::q_at + stage * T::q_bytes, o = base + T::o_at + o_stage * T::o_bytes;
+            const int stage = visit % T::stages;
+            const uint32_t q = base + T::q_at + stage * T::q_bytes, o = base + T::o_at + stage * T::o_bytes;
             ptx::mbarrier_wait(base + T::q_full + 8 * stage, visit / T::stages & 1);
             const int count = ptx::ld_shared_b32(record(visit) + 16);
             if (count < 0) break;
@@ -437,25 +403,26 @@ struct WarpgroupBackward {
             clear_queries(q, T::panels, count);
             issue_transposed<T::steps>(s[0], base + T::k_at, q);
             ptx::wgmma_commit();
-            ptx::mbarrier_wait(base + T::o_full + 8 * o_stage, visit / T::o_stages & 1);
+            ptx::mbarrier_wait(base + T::o_full + 8 * stage, visit / T::stages & 1);
             clear_queries(o, T::panels_v, count);
             issue_transposed<T::steps_v>(dp, base + T::v_at, o);
             ptx::wgmma_commit();
             if (group == 1 || visit > 0) end_products();
+            if constexpr (T::split) draw(visit, j0);
             ptx::wgmma_wait<1>();   // S, and dK of the step before
             ptx::pin(s[0]);
             if (visit > 0) {
                 release(T::q_empty + 8 * ((visit - 1) % T::stages));
-                if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::o_stages));
+                if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::stages));
             }
 
             exponentials(visit, count, j0, keys);
             end_turn(visit - (T::split ? 1 : 2));
             if constexpr (T::split) {
-                round_probabilities(visit);
+                round_probabilities();
                 store(a, buffer(visit & 1));
             } else if constexpr (Config::early_dv) {
-                round_probabilities(visit);
+                round_probabilities();
                 issue_keys<T::columns_v>(dv[0], a, 0, o);
                 ptx::wgmma_commit();
             }
@@ -465,7 +432,6 @@ struct WarpgroupBackward {
             round(dp, d);
             if constexpr (T::split) {
                 store(d, buffer(2 + (visit & 1)));
-                if constexpr (Config::dropout) release(T::kept_empty + 8 * (visit & 1));
                 ptx::bar_sync(3, 256);   // all of P and dS is there, and nobody reads what the step before stored
                 issue_queries(buffer(2 + (visit & 1)));
                 ptx::wgmma_commit();
@@ -483,18 +449,18 @@ struct WarpgroupBackward {
                 release(T::ds_full + 8 * (visit % 3));
                 if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
                 if constexpr (!Config::early_dv) {
-                    round_probabilities(visit);
+                    round_probabilities();
                     issue_keys<T::columns_v>(dv[0], a, 0, o);
                     ptx::wgmma_commit();
                 }
-                if constexpr (Config::dropout) release(T::kept_empty + 8 * (visit & 1));
                 issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
                 ptx::wgmma_commit();
                 issue_keys<T::columns>(dk[0], d, 0, q);
                 ptx::wgmma_commit();
+                draw_ahead(visit + 1, j0);
                 ptx::wgmma_wait<1>();   // dV and dQ
                 ptx::pin(dq);
-                release(T::o_empty + 8 * o_stage);
+                release(T::o_empty + 8 * stage);
                 if (visit > 0) add_queries(visit - 1);
                 if constexpr (Config::drain) ptx::wgmma_wait<0>();   // dK: its operands' registers are wanted
             }
@@ -556,15 +522,11 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
             ptx::mbarrier_init(base + T::q_full + 8 * i, 1);
             ptx::mbarrier_init(base + T::q_empty + 8 * i, 8);
         }
-        for (int i = 0; i < T::o_stages; ++i) {
+        for (int i = 0; i < T::stages; ++i) {
             ptx::mbarrier_init(base + T::o_full + 8 * i, 1);
             ptx::mbarrier_init(base + T::o_empty + 8 * i, 8);
         }
         for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + T::ds_full + 8 * i, 8);
-        for (int i = 0; i < 2 * Config::dropout; ++i) {
-            ptx::mbarrier_init(base + T::kept_full + 8 * i, 3);
-            ptx::mbarrier_init(base + T::kept_empty + 8 * i, 8);
-        }
         ptx::mbarrier_init_fence();
         if constexpr (Config::deterministic) ptx::st_shared_b32(base + T::record_at, atomicAdd(address<int>(p.ticket), 1));
     }
@@ -574,12 +536,10 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     const KeyTile<Config> work(p, block);
     if (work.idle) return ptx::wait_dependency<Config>();   // so that this kernel never ends before that one
     if (warpgroup == 0) {
-        ptx::give_registers<T::few_registers>();
-        if (Config::dropout && threadIdx.x >= 32) {
-            if constexpr (Config::dropout) draw_kept<Config>(p, work, base);
-        } else if (threadIdx.x == 0) load_queries<Config>(params, work, base);
+        ptx::give_registers<24>();
+        if (threadIdx.x == 0) load_queries<Config>(params, work, base);
     } else {
-        ptx::take_registers<T::many_registers>();
+        ptx::take_registers<240>();
         ptx::wait_dependency<Config>();
         WarpgroupBackward<Config> mine(p, base, warpgroup - 1, lane);
         mine.run(work.j0, work.j1 - work.j0);

@@ -58,16 +58,6 @@ __device__ __forceinline__ void st_shared_b32(uint32_t address, uint32_t value) 
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void st_shared_b8(uint32_t address, uint32_t value) {
-    asm volatile("st.shared.b8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ uint32_t ld_shared_b16(uint32_t address) {
-    uint16_t value;
-    asm volatile("ld.shared.b16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ void st_shared_v2(uint32_t address, uint32_t x, uint32_t y) {
     asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
