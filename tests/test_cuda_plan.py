@@ -38,7 +38,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         def __init__(self, entry: str) -> None:
             self.entry = entry
 
-        def launch(self, grid: Any, stream: int, data: bytes, shared: int, problem: Any) -> None:
+        def launch(self, grid: Any, stream: int, data: bytes, shared: int, pdl: bool, problem: Any) -> None:
             layout = LAYOUTS[self.entry]
             values = dict(zip(layout.names, layout.format.unpack(data), strict=True))
             found.append(Launch(self.entry, grid, values))
@@ -154,7 +154,7 @@ def best(call: Callable[[], Any]) -> float:
 
 def test_time_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernel:
-        def launch(self, grid: Any, stream: int, data: bytes, shared: int, problem: Any) -> None: ...
+        def launch(self, grid: Any, stream: int, data: bytes, shared: int, pdl: bool, problem: Any) -> None: ...
 
     monkeypatch.setattr(jit, "load", lambda spec, index, problem: Kernel())
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)

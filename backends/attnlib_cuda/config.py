@@ -123,6 +123,7 @@ class RowsConfig:
     paged: bool
     has_sinks: bool
     natural: bool
+    planes: bool
     block_q: int
     dq_warps: int
     main_warps: int
@@ -318,6 +319,7 @@ def rows_config(problem: AttentionProblem, config: BackwardConfig | hopper.Backw
         sink_element=problem.sinks or torch.float32,
         has_sinks=problem.sinks is not None,
         natural=config is not None and config.natural,
+        planes=isinstance(config, hopper.BackwardConfig),
         block_q=config.block_q if config else 64,
         dq_warps=config.dq_warps if config else 1,
         main_warps=config.dq_team if config else 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,12 +66,11 @@ class BackwardConfig(Features):
     split: bool
     block_q: int
     block_k: int
-    stages: int
-    o_stages: int
     columns: int
     columns_v: int
     early_dv: bool
     drain: bool
+    order: bool
     pack: bool = False
 
     entry = "backward_sm90"
@@ -92,10 +91,10 @@ class BackwardConfig(Features):
     @property
     def shared_bytes(self) -> int:
         panels, panels_v = self._panels(self.head_dim), self._panels(self.head_dim_v)
-        rows = self.block_k * (panels + panels_v) + self.block_q * (self.stages * panels + self.o_stages * panels_v)
+        rows = self.block_k * (panels + panels_v) + 2 * self.block_q * (panels + panels_v)
         scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
-        barriers = 8 + 16 * (self.stages + self.o_stages) + 24
-        return rows * 128 + scores + 8 * self.block_q * self.stages + 4 * 48 + barriers
+        drawn = 16 + (1024 if self.split else 2048) if self.dropout else 0
+        return rows * 128 + scores + 16 * self.block_q + 4 * 48 + 96 + drawn
 
 
 WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
@@ -142,9 +141,12 @@ def backward(
     problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> BackwardConfig | None:
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
-    if forward(problem, target) is None or problem.softcap is not None:
+    if forward(replace(problem, dropout_p=0.0), target) is None:
         return None
-    split = problem.head_dim > 128
+    capped = problem.softcap is not None
+    split = problem.head_dim > (96 if capped else 128)
+    tight = capped or (problem.dropout_threshold > 0 and problem.deterministic)  # for registers
+    short = problem.window.right is not None and problem.seqlen_q <= 4096  # turns cost more than they bring
 
     def width(dim: int) -> int:
         return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
@@ -152,14 +154,13 @@ def backward(
     common = features(problem, fault) | {
         "deterministic": problem.deterministic,
         "split": split,
-        "block_q": 128 if problem.head_dim <= 64 else 64,
+        "block_q": 128 if problem.head_dim <= 64 and not tight else 64,
         "block_k": 64 if split else 128,
-        "stages": 2,
-        "o_stages": 2,
         "columns": width(problem.head_dim),
         "columns_v": width(problem.head_dim_v),
         "early_dv": 64 < problem.head_dim <= 112,
         "drain": problem.head_dim <= 64,
+        "order": not split and not (short and problem.head_dim > 112),
     }
     return BackwardConfig(**(common | dict(shape or {})))
 

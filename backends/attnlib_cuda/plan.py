@@ -355,15 +355,17 @@ class CudaPlan:
             kernel = jit.load(hopper.backward_kernel(c), self._index, problem)
             boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))
             layout, size = params.BACKWARD, params.BACKWARD_MAPS_SIZE
-            main: Step = MappedStep(kernel, layout, layout.template(values), grid, c.shared_bytes, boxes, size)
+            template = layout.template(values)
+            main: Step = MappedStep(kernel, layout, template, grid, c.shared_bytes, boxes, size, early=True)
         else:
             spec = config.backward_kernel(c, self._backward_blocks)
             main = self._step(problem, spec, params.BACKWARD, values, grid, c.shared_bytes)
+        dq = small("query_gradient", params.QUERY_GRADIENT, (row_tiles, heads, 1))
         return _Backward(
             problem,
             delta=small("delta", params.DELTA, (row_tiles, heads, 1)),
             main=main,
-            dq=small("query_gradient", params.QUERY_GRADIENT, (row_tiles, heads, 1)),
+            dq=replace(dq, early=main.early),
             dbias=dbias,
             dsinks=small("sink_gradient", params.SINK_GRADIENT, (heads, 1, 1)) if t.dsinks is not None else None,
             rows=slots * c.block_q * (4 if c.natural else 2),

@@ -109,9 +109,9 @@ def matrices() -> Sequence[Matrix]:
         "layout": ("dense", "append", "packed", "append paged", "packed paged"), "deterministic": (True, False),
     }  # fmt: skip
     wgmma = {
-        **_SIZES, "dtype": (_HALF, _BFLOAT), "feature": ("plain", "softcap", "sinks"), "window": _FORMS["window"],
-        "layout": ("dense", "lengths", "packed"), "top_left": (False, True), "aligned": (True,),
-        "deterministic": (False, True),
+        **_SIZES, "dtype": (_HALF, _BFLOAT), "feature": ("plain", "softcap", "sinks", "dropout"),
+        "window": _FORMS["window"], "layout": ("dense", "lengths", "packed"), "top_left": (False, True),
+        "aligned": (True,), "deterministic": (False, True), "queries": (1024, 8192),
     }  # fmt: skip
     inference, training = (functools.partial(_excluded, training=x) for x in (False, True))
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,11 +22,13 @@ class Step:
     values: dict[str, Any]
     grid: tuple[int, int, int]
     shared: int
+    early: bool = field(default=False, kw_only=True)  # may begin before the kernel ahead of it has ended
 
     def launch(
         self, values: dict[str, Any], stream: int, problem: AttentionProblem, grid: tuple[int, int, int] | None = None
     ) -> None:
-        self.kernel.launch(grid or self.grid, stream, self.layout.filled(values), self.shared, problem=problem)
+        struct = self.layout.filled(values)
+        self.kernel.launch(grid or self.grid, stream, struct, self.shared, pdl=self.early, problem=problem)
 
     def run(self, values: dict[str, Any], stream: int, problem: AttentionProblem, t: Tensors) -> None:
         """As launch; t: what the maps of a MappedStep are of."""
@@ -49,7 +51,7 @@ class MappedStep(Step):
         if self.ticket is not None:
             members += _ticket(self.ticket, stream).data_ptr().to_bytes(8, "little")
         struct = params.with_maps(maps, members, self.size)
-        self.kernel.launch(self.grid, stream, struct, self.shared, problem=problem)
+        self.kernel.launch(self.grid, stream, struct, self.shared, pdl=self.early, problem=problem)
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:

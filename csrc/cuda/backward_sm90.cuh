@@ -15,7 +15,7 @@
 //   the queries of S and dP. P and dS pass through shared memory, as [key][query].
 //     S_j, dP_j | P = exp(S - lse), dS = P (dP - delta), stored      dQ_j, dV_j, dK_j | dQ_j is added to memory
 //
-//   shared memory: K | V | stages x Q | o_stages x dO | 3 x dS, or 2 x (P, dS) | stages x row statistics | records | barriers
+//   shared memory: K | V | 2 x Q | 2 x dO | 3 x dS, or 2 x (P, dS) | 2 x row statistics | records | barriers
 //   all tiles as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle
 #pragma once
 
@@ -34,7 +34,7 @@ struct WarpgroupBackwardTile {
     using atom = Atom<Config>;
     static constexpr bool half = is_half<element>::value;
     static constexpr bool split = Config::split;
-    static constexpr int block_q = Config::block_q, block_k = Config::block_k, stages = Config::stages, o_stages = Config::o_stages;
+    static constexpr int block_q = Config::block_q, block_k = Config::block_k, stages = 2;
     static constexpr int queries = split ? block_q / 2 : block_q, keys = 64, N = queries / 8;   // of a warpgroup's S
     static constexpr int panels = panels_of(Config::head_dim), panels_v = panels_of(Config::head_dim_v);
     static constexpr int steps = (Config::head_dim + 15) / 16, steps_v = (Config::head_dim_v + 15) / 16;
@@ -44,16 +44,21 @@ struct WarpgroupBackwardTile {
     using KPanel = Tile<Config, block_k, 64>;
     static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = split ? 4 : 3;
     static constexpr int k_at = 0, v_at = panels * KPanel::bytes, q_at = v_at + panels_v * KPanel::bytes, o_at = q_at + stages * q_bytes;
-    static constexpr int ds_at = o_at + o_stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
+    static constexpr int ds_at = o_at + stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
     static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = 4;
     static constexpr int keys_full = record_at + records * record_bytes, q_full = keys_full + 8, q_empty = q_full + 8 * stages;
-    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * o_stages, ds_full = o_empty + 8 * o_stages, shared_bytes = ds_full + 24;
+    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
+    static constexpr int drawn_at = ds_full + 24, exchange_at = drawn_at + 16, exchange_bytes = 8 * 128, exchanges = split ? 1 : 2;   // dropout: seed and sequence; bits for the neighbour (split warpgroups meet before the next)
+    static constexpr int shared_bytes = Config::dropout ? exchange_at + exchanges * exchange_bytes : drawn_at;
     static constexpr int dq_floats = block_q * 64 * panels;
     static constexpr bool tails = Config::lengths || Config::packed;
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
+    static_assert(dq_columns % 64 == 0 || dq_columns == 32, "whole panels, or half of the only one");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
-    static_assert(!Scorer<Config>::natural && Scorer<Config>::raw, "scores that nothing but position touches");
+    static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
+    static_assert(!split || !Config::order, "split warpgroups meet in every step");
     static_assert(stages + 2 <= records, "a record outlives its stage by a step");
+    static_assert(drawn_at % 16 == 0, "seed");
 };
 
 // What the loading thread tells the others of a query tile. count: queries in it, -1: there is none; position: of the first.
@@ -78,46 +83,54 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, c
     const int batch = Config::packed ? 0 : work.b;
     const int64_t tile0 = first_tile<Config>(p, work.b, T::block_q);
     const int row0 = static_cast<int>(work.seq.q_row);
-    const uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
-    int visit = 0;
-    const auto begin_stage = [&] {
+    const auto begin_stage = [&](int visit) {
         ptx::mbarrier_wait(base + T::q_empty + 8 * (visit % T::stages), (visit / T::stages & 1) ^ 1);
         return visit % T::stages;
     };
     if (work.per_head > 0) {
+        const uint64_t once = ptx::evict_first();
         ptx::mbarrier_expect(base + T::keys_full, (T::panels + T::panels_v) * T::KPanel::bytes);
         const int row = static_cast<int>(work.seq.k_row) + work.j0;
         for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::k_at + panel * T::KPanel::bytes, &params.k, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
         for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
     }
+    if constexpr (Config::dropout) {
+        ptx::st_shared_b64(base + T::drawn_at, *address<const uint64_t>(p.seed));
+        ptx::st_shared_b32(base + T::drawn_at + 8, work.seq.index);
+    }
+    ptx::wait_dependency<Config>();   // row statistics
+    const int heads = Config::fault == head_mod ? p.heads_kv : 1;   // from one head of the group to the next
+    int visit = 0, tile = work.start, head = Config::fault == head_mod ? work.head_kv : work.head_kv * work.group, left = work.per_head > 0 ? work.group : 0;
 #pragma unroll 1
-    for (int h = 0; h < work.group; ++h) {
-        const int head = Config::fault == head_mod ? work.head_kv + h * p.heads_kv : work.head_kv * work.group + h;
-#pragma unroll 1
-        for (int n = 0; n < work.per_head; ++n, ++visit) {
-            int tile = work.start + n;
-            if (tile >= work.last) tile -= work.per_head;
-            const int i0 = tile * T::block_q, count = min(T::block_q, work.seq.q_len - i0), position = i0 + static_cast<int>(work.window.offset);
-            const int stage = begin_stage();
-            const uint32_t full = base + T::q_full + 8 * stage;
-            const int64_t slot = head * p.row_tiles + tile0 + tile;
-            const Edges<Config> edges(p, position, count, work.seq.kv_len);
-            QueryRecord record{p.dq_sum + 4 * slot * T::dq_floats, 0, count, position, edges.cross(work.j0, work.j0 + T::block_k), 0};
-            if constexpr (Config::deterministic) {
-                record.turn = p.order + 4 * slot * 8;
-                record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
-            }
-            record.write(base + T::record_at + T::record_bytes * (visit % T::records));
-            ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
-            ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
-            for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
-            const int o_stage = visit % T::o_stages;
-            ptx::mbarrier_wait(base + T::o_empty + 8 * o_stage, (visit / T::o_stages & 1) ^ 1);
-            ptx::mbarrier_expect(base + T::o_full + 8 * o_stage, T::o_bytes);
-            for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + o_stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * o_stage, keep);
+    while (left > 0) {
+        const int i0 = tile * T::block_q, count = min(T::block_q, work.seq.q_len - i0), position = i0 + static_cast<int>(work.window.offset);
+        const int stage = begin_stage(visit);
+        const uint64_t keep = ptx::evict_last();
+        const uint32_t full = base + T::q_full + 8 * stage;
+        const int64_t slot = head * p.row_tiles + tile0 + tile;
+        const Edges<Config> edges(p, position, count, work.seq.kv_len);
+        QueryRecord record{p.dq_sum + 4 * slot * T::dq_floats, 0, count, position, edges.cross(work.j0, work.j0 + T::block_k), 0};
+        if constexpr (Config::deterministic) {
+            record.turn = p.order + 4 * slot * 8;
+            record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
+        }
+        const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
+        record.write(at);
+        if constexpr (Config::dropout) ptx::st_shared_v2(at + 32, head, i0);
+        ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
+        ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
+        for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
+        ptx::mbarrier_wait(base + T::o_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
+        ptx::mbarrier_expect(base + T::o_full + 8 * stage, T::o_bytes);
+        for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * stage, keep);
+        ++visit;
+        if (++tile == work.last) tile = work.first;
+        if (tile == work.start) {
+            head += heads;
+            --left;
         }
     }
-    const int stage = begin_stage();
+    const int stage = begin_stage(visit);
     ptx::st_shared_b32(base + T::record_at + T::record_bytes * (visit % T::records) + 16, 0xFFFFFFFFu);
     ptx::mbarrier_arrive(base + T::q_full + 8 * stage);
 }
@@ -135,6 +148,7 @@ struct WarpgroupBackward {
     float dk[1][T::columns / 8][4], dv[1][T::columns_v / 8][4];
     float s[1][N][4], dp[N][4], dq[CQ][4];
     uint32_t a[fragments][4], d[fragments][4];   // P and dS, rounded
+    uint32_t kept[(N + 7) / 8];   // dropout: bit 4 n + e of these is that of s[n][e]
 
     __device__ __forceinline__ WarpgroupBackward(const BackwardParams& p, uint32_t base, int group, int lane)
         : p(p), base(base), group(group), lane(lane), scale(p.scale * log2e * (Config::fault == scaled_scores ? 1.001f : 1.f)) {}
@@ -170,7 +184,8 @@ struct WarpgroupBackward {
     }
     __device__ __forceinline__ void issue_queries(uint32_t ds) {   // dQ
         const int row_part = T::dq_rows == 2 ? group : 0, column_part = T::dq_rows == 2 ? 0 : group;
-        const uint32_t k = base + T::k_at + column_part * (T::dq_columns / 64) * T::KPanel::bytes;
+        const int column0 = column_part * T::dq_columns;   // 32, too: half of a panel, whose swizzle goes by the address
+        const uint32_t k = base + T::k_at + column0 / 64 * T::KPanel::bytes + column0 % 64 * 2;
         ds += 64 * row_part * 128;
         ptx::wgmma_fence();
 #pragma unroll
@@ -179,13 +194,74 @@ struct WarpgroupBackward {
             ptx::Wgmma<T::dq_columns>::template ss<T::half, T::split, true>(dq, ptx::panel_descriptor(at, 16), ptx::panel_descriptor(k + step * 2048, T::KPanel::bytes), step > 0);
         }
     }
+    __device__ __forceinline__ float left(float x, int n, int e) const { return !Config::dropout || (kept[n / 8] >> (4 * (n & 7) + e) & 1) ? x : 0.f; }
+    // A call of Philox serves 32 keys, of which a warp has 16: each draws half of the queries for itself and its neighbour.
+    __device__ __forceinline__ void draw(int visit, int j0) {
+        if constexpr (Config::dropout) {
+            constexpr int mine = fragments / 2;
+            const uint64_t seed = __shfl_sync(0xFFFFFFFFu, ptx::ld_shared_b64(base + T::drawn_at), 0);   // the same in all lanes, to the compiler, too
+            const int sequence = ptx::ld_shared_b32(base + T::drawn_at + 8), head = Config::fault == dropout_ignores_head ? 0 : ptx::ld_shared_b32(record(visit) + 32);
+            const bool odd = warp() & 1;
+            const uint32_t i = ptx::ld_shared_b32(record(visit) + 36) + (T::split ? T::queries * group : 0) + (odd ? 16 * mine : 0), j = j0 + (T::split ? 0 : 64 * group) + 16 * (warp() & 2) + (lane >> 2);
+            const PhiloxColumn column = philox_column(seed, DropoutWords<Config, false, 1, 4>::group(j), head, sequence, WideProduct{});
+            const uint32_t above = dropout_above(p.dropout_threshold);
+            uint32_t bits[2] = {0, 0};   // of the even and of the odd warp
+#pragma unroll
+            for (int m = 0; m < mine; ++m)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const PhiloxRow row = philox_row(seed, i / 2 + 8 * m + 2 * (lane & 3) + e, head, WideProduct{});
+                    const PhiloxWords words = philox_finish(seed, row, column, WideProduct{});
+#pragma unroll
+                    for (int k = 0; k < 4; ++k)
+                        bits[k / 2] |= (static_cast<uint32_t>(words.word[k] << 16 > above) | static_cast<uint32_t>(words.word[k] > above) << 4) << (8 * m + 2 * (k & 1) + e);
+                }
+            const uint32_t at = base + T::exchange_at + visit % T::exchanges * T::exchange_bytes + 128 * (4 * group) + 4 * lane;
+            ptx::st_shared_b32(at + 128 * warp(), odd ? bits[0] : bits[1]);
+            ptx::bar_sync(6 + 2 * group + warp() / 2, 64);
+            const uint32_t own = odd ? bits[1] : bits[0], other = ptx::ld_shared_b32(at + 128 * (warp() ^ 1)), first = odd ? other : own, second = odd ? own : other;
+            if constexpr (mine == 4) {
+                kept[0] = first;
+                kept[1] = second;
+            } else kept[0] = first | second << (8 * mine);
+#pragma unroll
+            for (uint32_t& word : kept) ptx::pin(word);
+        }
+    }
+    __device__ __forceinline__ void draw_ahead(int visit, int j0) {   // of the step to come, beside products that need few registers
+        if constexpr (Config::dropout) {
+            ptx::mbarrier_wait(base + T::q_full + 8 * (visit % T::stages), visit / T::stages & 1);
+            if (static_cast<int>(ptx::ld_shared_b32(record(visit) + 16)) >= 0) draw(visit, j0);
+        }
+    }
+    __device__ __forceinline__ static void round_step(const float (&x)[N][4], int step, uint32_t (&to)[4]) {
+        const typename atom::A fragment = atom::from_accumulators(x, step);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = fragment.hi[i];
+    }
+    __device__ __forceinline__ void round_kept(const float (&x)[N][4], int step, uint32_t (&to)[4]) const {
+        float y[2][4];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) y[i][e] = left(x[2 * step + i][e], 2 * step + i, e);
+        const typename atom::A fragment = atom::from_accumulators(y, 0);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = fragment.hi[i];
+    }
+    // P as the operand of dV; with a softcap that was done when P was there.
+    __device__ __forceinline__ void round_probabilities() {
+        if constexpr (!Config::softcap)
+#pragma unroll
+            for (int step = 0; step < fragments; ++step) round_kept(s[0], step, a[step]);
+        pin_fragments(a);
+    }
     __device__ __forceinline__ void round(const float (&x)[N][4], uint32_t (&to)[fragments][4]) {
 #pragma unroll
-        for (int step = 0; step < fragments; ++step) {
-            const typename atom::A fragment = atom::from_accumulators(x, step);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) to[step][i] = fragment.hi[i];
-        }
+        for (int step = 0; step < fragments; ++step) round_step(x, step, to[step]);
+        pin_fragments(to);
+    }
+    __device__ __forceinline__ static void pin_fragments(uint32_t (&to)[fragments][4]) {
 #pragma unroll
         for (int step = 0; step < fragments; ++step)
 #pragma unroll
@@ -245,11 +321,67 @@ struct WarpgroupBackward {
             if (count < T::block_q) clear_rows<typename T::QPanel>(at, panels, count);
     }
 
+    // The warpgroups take turns with dV, dQ, dK and the next S and dP, so that one has products while the other has none.
+    __device__ __forceinline__ void end_products() const {
+        if constexpr (Config::order) ptx::bar_arrive(5 - group, 256);
+    }
+
     __device__ __forceinline__ void await_keys(int keys) const {
         ptx::mbarrier_wait(base + T::keys_full, 0);
         if (T::tails && keys < T::block_k) {
             clear_rows<typename T::KPanel>(base + T::k_at, T::panels, keys);
             clear_rows<typename T::KPanel>(base + T::v_at, T::panels_v, keys);
+        }
+    }
+
+    // P = exp(S - lse). With a softcap also rounded P, and P then becomes P times the derivative of the cap.
+    __device__ __forceinline__ void exponentials(int visit, int count, int j0, int keys) {
+        const int column0 = T::split ? T::queries * group : 0;
+        const uint32_t shifts = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * column0 + 8 * (lane & 3);
+        if constexpr (Config::softcap) {
+            const float within = p.scale / p.softcap * (Config::fault == scaled_scores ? 1.001f : 1.f);
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[0][n][e] = tanh_exact(s[0][n][e] * within);
+        }
+        if (ptx::ld_shared_b32(record(visit) + 24))
+            Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
+        const float factor = Config::softcap ? p.softcap * log2e : scale;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            float shift[2], slope[4];
+            ptx::ld_shared_f32x2(shift[0], shift[1], shifts + 32 * n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                slope[e] = fmaxf(fmaf(-s[0][n][e], s[0][n][e], 1.f), 0.f);   // hidden: 0
+                s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], factor, -shift[e & 1]));
+            }
+            if constexpr (Config::softcap) {
+                float y[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    y[e] = left(s[0][n][e], n, e);
+                    s[0][n][e] *= slope[e];
+                }
+                a[n / 2][2 * (n & 1)] = pack<Config>(y[0], y[1]);
+                a[n / 2][2 * (n & 1) + 1] = pack<Config>(y[2], y[3]);
+                ptx::pin(a[n / 2][2 * (n & 1)]);
+                ptx::pin(a[n / 2][2 * (n & 1) + 1]);
+            }
+        }
+    }
+    __device__ __forceinline__ void differences(int visit) {   // dS = P (dP - delta), in place of dP
+        const uint32_t deltas = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * T::block_q + (T::split ? 4 * T::queries * group : 0) + 8 * (lane & 3);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            float delta[2];
+            ptx::ld_shared_f32x2(delta[0], delta[1], deltas + 32 * n);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const float minus = Config::fault == skip_delta ? 0.f : delta[e & 1];
+                dp[n][e] = s[0][n][e] * (Config::dropout ? fmaf(left(dp[n][e], n, e), p.keep_scale, -minus) : dp[n][e] - minus);
+            }
         }
     }
 
@@ -259,10 +391,11 @@ struct WarpgroupBackward {
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
         int visit = 0;
+        if constexpr (!T::split) draw_ahead(0, j0);
 #pragma unroll 1
         for (;; ++visit) {
-            const int stage = visit % T::stages, o_stage = visit % T::o_stages;
-            const uint32_t q = base + T::q_at + stage * T::q_bytes, o = base + T::o_at + o_stage * T::o_bytes;
+            const int stage = visit % T::stages;
+            const uint32_t q = base + T::q_at + stage * T::q_bytes, o = base + T::o_at + stage * T::o_bytes;
             ptx::mbarrier_wait(base + T::q_full + 8 * stage, visit / T::stages & 1);
             const int count = ptx::ld_shared_b32(record(visit) + 16);
             if (count < 0) break;
@@ -270,44 +403,32 @@ struct WarpgroupBackward {
             clear_queries(q, T::panels, count);
             issue_transposed<T::steps>(s[0], base + T::k_at, q);
             ptx::wgmma_commit();
-            ptx::mbarrier_wait(base + T::o_full + 8 * o_stage, visit / T::o_stages & 1);
+            ptx::mbarrier_wait(base + T::o_full + 8 * stage, visit / T::stages & 1);
             clear_queries(o, T::panels_v, count);
             issue_transposed<T::steps_v>(dp, base + T::v_at, o);
             ptx::wgmma_commit();
+            if (group == 1 || visit > 0) end_products();
+            if constexpr (T::split) draw(visit, j0);
             ptx::wgmma_wait<1>();   // S, and dK of the step before
             ptx::pin(s[0]);
             if (visit > 0) {
                 release(T::q_empty + 8 * ((visit - 1) % T::stages));
-                if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::o_stages));
+                if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::stages));
             }
 
-            const int column0 = T::split ? T::queries * group : 0;
-            const uint32_t rows = base + T::rows_at + stage * T::rows_bytes + 8 * column0 + 16 * (lane & 3);
-            if (ptx::ld_shared_b32(record(visit) + 24))
-                Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], scale, -__uint_as_float(e & 1 ? pair.z : pair.x)));
-            }
+            exponentials(visit, count, j0, keys);
             end_turn(visit - (T::split ? 1 : 2));
             if constexpr (T::split) {
-                round(s[0], a);
+                round_probabilities();
                 store(a, buffer(visit & 1));
             } else if constexpr (Config::early_dv) {
-                round(s[0], a);
+                round_probabilities();
                 issue_keys<T::columns_v>(dv[0], a, 0, o);
                 ptx::wgmma_commit();
             }
             ptx::wgmma_wait<Config::early_dv>();   // dP
             ptx::pin(dp);
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const uint4 pair = ptx::ld_shared_v4(rows + 64 * n);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) dp[n][e] = s[0][n][e] * (dp[n][e] - (Config::fault == skip_delta ? 0.f : __uint_as_float(e & 1 ? pair.w : pair.y)));
-            }
+            differences(visit);
             round(dp, d);
             if constexpr (T::split) {
                 store(d, buffer(2 + (visit & 1)));
@@ -326,8 +447,9 @@ struct WarpgroupBackward {
                 store(d, buffer(visit % 3));
                 __syncwarp();
                 release(T::ds_full + 8 * (visit % 3));
+                if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
                 if constexpr (!Config::early_dv) {
-                    round(s[0], a);
+                    round_probabilities();
                     issue_keys<T::columns_v>(dv[0], a, 0, o);
                     ptx::wgmma_commit();
                 }
@@ -335,13 +457,15 @@ struct WarpgroupBackward {
                 ptx::wgmma_commit();
                 issue_keys<T::columns>(dk[0], d, 0, q);
                 ptx::wgmma_commit();
+                draw_ahead(visit + 1, j0);
                 ptx::wgmma_wait<1>();   // dV and dQ
                 ptx::pin(dq);
-                release(T::o_empty + 8 * o_stage);
+                release(T::o_empty + 8 * stage);
                 if (visit > 0) add_queries(visit - 1);
                 if constexpr (Config::drain) ptx::wgmma_wait<0>();   // dK: its operands' registers are wanted
             }
         }
+        if (group == 0 && visit > 0) end_products();
         ptx::wgmma_wait<0>();
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
@@ -388,6 +512,8 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     using element = typename Config::element;
     const BackwardParams& p = params.problem;
     extern __shared__ __align__(1024) uint8_t shared[];
+    ptx::launch_dependents<Config>();
+    if constexpr (Config::deterministic) ptx::wait_dependency<Config>();   // the ticket
     const uint32_t base = ptx::shared_address(shared);
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
@@ -396,7 +522,7 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
             ptx::mbarrier_init(base + T::q_full + 8 * i, 1);
             ptx::mbarrier_init(base + T::q_empty + 8 * i, 8);
         }
-        for (int i = 0; i < T::o_stages; ++i) {
+        for (int i = 0; i < T::stages; ++i) {
             ptx::mbarrier_init(base + T::o_full + 8 * i, 1);
             ptx::mbarrier_init(base + T::o_empty + 8 * i, 8);
         }
@@ -408,12 +534,13 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     const int block = Config::deterministic ? ptx::ld_shared_b32(base + T::record_at) : blockIdx.x;
     if constexpr (Config::deterministic) __syncthreads();
     const KeyTile<Config> work(p, block);
-    if (work.idle) return;
+    if (work.idle) return ptx::wait_dependency<Config>();   // so that this kernel never ends before that one
     if (warpgroup == 0) {
         ptx::give_registers<24>();
         if (threadIdx.x == 0) load_queries<Config>(params, work, base);
     } else {
         ptx::take_registers<240>();
+        ptx::wait_dependency<Config>();
         WarpgroupBackward<Config> mine(p, base, warpgroup - 1, lane);
         mine.run(work.j0, work.j1 - work.j0);
         const KeyTile<Config> again(p, Config::deterministic ? block : ptx::opaque_block());   // found anew rather than kept in registers
@@ -422,7 +549,7 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
         const int64_t batch = Config::packed ? 0 : again.b;
         ptx::bar_sync(3, 256);   // nobody reads K or V any more
         if (p.dk) mine.template write<T::columns, Config::head_dim>(mine.dk[0], p.scale, base + T::k_at, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + again.head_kv * p.dk_h, p.dk_j, count);
-        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], Config::fault == scaled_dv ? 1.004f : 1.f, base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
+        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], (Config::dropout ? p.keep_scale : 1.f) * (Config::fault == scaled_dv ? 1.004f : 1.f), base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
     }
 }
 

@@ -10,55 +10,96 @@
 
 namespace attnlib {
 
-// Where row `row` of the padded rows of head `head` lies: its sequence and query. False: no such row of the operands.
-template <class Config, class Params>
-__device__ __forceinline__ bool locate_row(const Params& p, int tile, int row, int& b, int& i, int& q_len, int64_t& first) {
-    if constexpr (Config::packed) {
-        const int* cu = address<const int>(p.cu_q);
-        int within;
-        if (!find_packed_tile<Config>(cu, p.batch, p.total_q, Config::block_q, tile, b, within)) return false;
-        first = clamp(cu[b], 0, p.total_q);
-        const int end = b == p.batch ? p.total_q : clamp(cu[b + 1], static_cast<int>(first), p.total_q);
-        i = within * Config::block_q + row;
-        q_len = b == p.batch ? 0 : end - static_cast<int>(first);
-        return i < end - first;
-    } else {
-        b = tile / p.tiles;
-        i = (tile - b * p.tiles) * Config::block_q + row;
-        first = 0;
-        q_len = Config::lengths && p.q_lens ? clamp(address<const int>(p.q_lens)[b], 0, p.seqlen_q) : p.seqlen_q;
-        return i < p.seqlen_q;
+// A tile of the padded rows of a head: whose rows they are.
+template <class Config>
+struct RowTile {
+    int b = 0, i0 = 0;          // sequence and first query
+    int count = 0, queries = 0;   // rows of the tile that the operands have; that are queries
+    int64_t first = 0;          // row of the sequence's query 0 in packed operands
+
+    template <class Params>
+    __device__ __forceinline__ RowTile(const Params& p, int tile) {
+        if constexpr (Config::packed) {
+            const int* cu = address<const int>(p.cu_q);
+            int within;
+            if (!find_packed_tile<Config>(cu, p.batch, p.total_q, Config::block_q, tile, b, within)) return;
+            first = clamp(cu[b], 0, p.total_q);
+            const int end = b == p.batch ? p.total_q : clamp(cu[b + 1], static_cast<int>(first), p.total_q);
+            i0 = within * Config::block_q;
+            count = min(Config::block_q, end - static_cast<int>(first) - i0);
+            queries = b == p.batch ? 0 : count;
+        } else {
+            b = tile / p.tiles;
+            i0 = (tile - b * p.tiles) * Config::block_q;
+            count = min(Config::block_q, p.seqlen_q - i0);
+            queries = Config::lengths && p.q_lens ? min(count, clamp(address<const int>(p.q_lens)[b], 0, p.seqlen_q) - i0) : count;
+        }
     }
+    // Row of head `head` in lse.
+    template <class Params>
+    __device__ __forceinline__ int64_t lse_row(const Params& p, int head, int row) const {
+        return (Config::packed ? head * static_cast<int64_t>(p.total_q) + first : (static_cast<int64_t>(b) * p.heads_q + head) * p.seqlen_q) + i0 + row;
+    }
+};
+
+// Where a row's shift and delta lie: beside each other, or (wgmma) all shifts of a tile before all deltas.
+template <class Config>
+__device__ __forceinline__ int64_t row_place(int64_t slot, int row, int member) {
+    if constexpr (Config::planes) return (slot * 2 + member) * Config::block_q + row;
+    else return (slot * Config::block_q + row) * (Config::natural ? 4 : 2) + member;
 }
 
 template <class Config>
 __device__ __forceinline__ void delta_kernel(const DeltaParams& p) {
     using element = typename Config::element;
-    constexpr int block_q = Config::block_q, row_floats = Config::natural ? 4 : 2, warps = Config::threads / 32;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, head = blockIdx.y, tile = blockIdx.x;
+    constexpr int block_q = Config::block_q, dim = Config::head_dim_v;
+    constexpr int width = Config::aligned && dim % (16 / sizeof(element)) == 0 ? 16 / sizeof(element) : 1;
+    constexpr int chunks = (dim + width - 1) / width, lanes = chunks > 16 ? 32 : chunks > 8 ? 16 : chunks > 4 ? 8 : 4;   // that share a row
+    constexpr int together = Config::threads / lanes, ahead = chunks > lanes ? 1 : 4;   // rows at once; of a thread whose loads are under way
+    ptx::launch_dependents<Config>();
+    const int lane = threadIdx.x % lanes, head = blockIdx.y, tile = blockIdx.x;
     const int64_t slot = head * p.row_tiles + tile;
-    for (int row = warp; row < block_q; row += warps) {
-        int b, i, q_len;
-        int64_t first;
-        float shift = infinity, factor = 0.f, delta = 0.f;
-        if (locate_row<Config>(p, tile, row, b, i, q_len, first) && i < q_len) {
-            const element* out = address<const element>(p.out) + (Config::packed ? 0 : b * p.out_b) + (first + i) * p.out_i + head * p.out_h;
-            const element* dout = address<const element>(p.dout) + (Config::packed ? 0 : b * p.do_b) + (first + i) * p.do_i + head * p.do_h;
-            constexpr int width = Config::aligned && Config::head_dim_v % (16 / sizeof(element)) == 0 ? 16 / sizeof(element) : 1;
-            float sum = 0.f;
-            for (int column = lane * width; column < Config::head_dim_v; column += 32 * width) {
-                struct alignas(width * sizeof(element)) Run { element x[width]; };
-                const Run a = *reinterpret_cast<const Run*>(out + column), c = *reinterpret_cast<const Run*>(dout + column);
+    const RowTile<Config> mine(p, tile);
+    const element* out = address<const element>(p.out) + (Config::packed ? 0 : mine.b * p.out_b) + (mine.first + mine.i0) * p.out_i + head * p.out_h;
+    const element* dout = address<const element>(p.dout) + (Config::packed ? 0 : mine.b * p.do_b) + (mine.first + mine.i0) * p.do_i + head * p.do_h;
+    float* rows = address<float>(p.rows);
+    if (p.dq_sum) {
+        uint4* sum = address<uint4>(p.dq_sum) + slot * (Config::dq_floats / 4);
+        for (int index = threadIdx.x; index < Config::dq_floats / 4; index += Config::threads) sum[index] = {0, 0, 0, 0};
+    }
+    for (int row0 = threadIdx.x / lanes; row0 < block_q; row0 += ahead * together) {
+        struct alignas(width * sizeof(element)) Run { element x[width]; };
+        float sum[ahead];
+        for (int part = 0; part < chunks; part += lanes) {
+            Run a[ahead], c[ahead];
 #pragma unroll
-                for (int e = 0; e < width; ++e) sum = fmaf(to_float(a.x[e]), to_float(c.x[e]), sum);
+            for (int u = 0; u < ahead; ++u) {
+                const int row = row0 + u * together, column = (part + lane) * width;
+                a[u] = c[u] = Run{};
+                if (row < mine.queries && column < dim) {
+                    a[u] = *reinterpret_cast<const Run*>(out + row * p.out_i + column);
+                    c[u] = *reinterpret_cast<const Run*>(dout + row * p.do_i + column);
+                }
             }
 #pragma unroll
-            for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-            const int64_t at = Config::packed ? head * static_cast<int64_t>(p.total_q) + first + i : (static_cast<int64_t>(b) * p.heads_q + head) * p.seqlen_q + i;
-            const float lse = address<const float>(p.lse)[at];
+            for (int u = 0; u < ahead; ++u) {
+                if (part == 0) sum[u] = 0.f;
+#pragma unroll
+                for (int e = 0; e < width; ++e) sum[u] = fmaf(to_float(a[u].x[e]), to_float(c[u].x[e]), sum[u]);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < ahead; ++u) {
+#pragma unroll
+            for (int step = lanes / 2; step > 0; step /= 2) sum[u] += __shfl_xor_sync(0xFFFFFFFFu, sum[u], step);
+            const int row = row0 + u * together;
+            if (lane != 0 || row >= block_q) continue;
+            float shift = infinity, factor = 0.f, delta = 0.f;
+            const int64_t at = mine.lse_row(p, head, row);
+            const float lse = row < mine.queries ? address<const float>(p.lse)[at] : -infinity;
             if (lse != -infinity) {
-                if (p.dlse) sum -= address<const float>(p.dlse)[b * p.dlse_b * !Config::packed + head * p.dlse_h + (first + i) * p.dlse_i];
-                delta = sum;
+                delta = sum[u];
+                if (p.dlse) delta -= address<const float>(p.dlse)[mine.b * p.dlse_b * !Config::packed + head * p.dlse_h + (mine.first + mine.i0 + row) * p.dlse_i];
                 shift = Config::natural ? lse : lse * log2e;
                 if (Config::natural && p.stats) {
                     shift = address<const float>(p.stats)[at];
@@ -67,77 +108,93 @@ __device__ __forceinline__ void delta_kernel(const DeltaParams& p) {
                     if (shift == -infinity || l == 0.f) { shift = infinity; factor = 0.f; }
                 }
             }
+            rows[row_place<Config>(slot, row, 0)] = shift;
+            if constexpr (Config::natural) {
+                rows[row_place<Config>(slot, row, 1)] = factor;
+                rows[row_place<Config>(slot, row, 2)] = delta;
+                rows[row_place<Config>(slot, row, 3)] = 0.f;
+            } else rows[row_place<Config>(slot, row, 1)] = delta;
         }
-        if (lane == 0) {
-            float* rows = address<float>(p.rows) + (slot * block_q + row) * row_floats;
-            if constexpr (Config::natural) { rows[0] = shift; rows[1] = factor; rows[2] = delta; rows[3] = 0.f; }
-            else { rows[0] = shift; rows[1] = delta; }
-        }
-    }
-    if (p.dq_sum) {
-        uint4* sum = address<uint4>(p.dq_sum) + slot * (Config::dq_floats / 4);
-        for (int index = threadIdx.x; index < Config::dq_floats / 4; index += Config::threads) sum[index] = {0, 0, 0, 0};
     }
 }
 
+// A warp takes 16 rows and 32 columns: four m16n8 tiles of the workspace, of which a lane has two columns of two rows.
 template <class Config>
 __device__ __forceinline__ void query_gradient_kernel(const QueryGradientParams& p) {
     using element = typename Config::element;
     constexpr int block_q = Config::block_q, head_dim = Config::dq_columns, warps = Config::main_warps;
     constexpr int MQ = block_q / 16 / Config::dq_warps, CQ = head_dim / 8 / (warps / Config::dq_warps), per_warp = block_q * head_dim / warps;
-    const int head = blockIdx.y, tile = blockIdx.x;
+    constexpr int parts = head_dim / 32, width = 16 / sizeof(element);
+    constexpr bool whole = Config::aligned && Config::head_dim % width == 0;
+    ptx::wait_dependency<Config>();
+    const int lane = threadIdx.x & 31, head = blockIdx.y, tile = blockIdx.x;
+    const RowTile<Config> mine(p, tile);
     const float* sum = address<const float>(p.dq_sum) + (head * p.row_tiles + tile) * (block_q * head_dim);
-    // A thread gathers four columns of one row: of one m16n8 tile, two lanes' pairs.
-    for (int index = threadIdx.x; index < block_q * head_dim / 4; index += Config::threads) {
-        const int row = index / (head_dim / 4), column = index % (head_dim / 4) * 4;
-        int b, i, q_len;
-        int64_t first;
-        if (column >= Config::head_dim || !locate_row<Config>(p, tile, row, b, i, q_len, first)) continue;
-        const int m_tile = row / 16, n_tile = column / 8;
-        const int warp = m_tile / MQ + n_tile / CQ * Config::dq_warps;
-        const float* run = sum + warp * per_warp + (m_tile % MQ * CQ + n_tile % CQ) * 128;
-        float x[4];
+    element* dq = address<element>(p.dq) + (Config::packed ? 0 : mine.b * p.dq_b) + (mine.first + mine.i0) * p.dq_i + head * p.dq_h;
+#pragma unroll 2
+    for (int unit = threadIdx.x / 32; unit < block_q / 16 * parts; unit += Config::threads / 32) {
+        const int m_tile = unit / parts, column0 = unit % parts * 32;
+        if (column0 >= Config::head_dim || 16 * m_tile >= mine.count) continue;
+        float x[4][4];
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            const int lane = (row & 7) * 4 + (column & 7) / 2 + pair, e = (row & 8) ? 2 : 0;
+        for (int t = 0; t < 4; ++t) {
+            const int n_tile = column0 / 8 + t, warp = m_tile / MQ + n_tile / CQ * Config::dq_warps;
+            const float* run = sum + warp * per_warp + (m_tile % MQ * CQ + n_tile % CQ) * 128;
             if constexpr (Config::arch >= 90) {
-                const float2 two = *reinterpret_cast<const float2*>(run + 4 * lane + e);
-                x[2 * pair] = two.x;
-                x[2 * pair + 1] = two.y;
+                const float4 four = *reinterpret_cast<const float4*>(run + 4 * lane);
+                x[t][0] = four.x; x[t][1] = four.y; x[t][2] = four.z; x[t][3] = four.w;
             } else {
-                x[2 * pair] = run[32 * e + lane];
-                x[2 * pair + 1] = run[32 * (e + 1) + lane];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) x[t][e] = run[32 * e + lane];
             }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) x[t][e] *= p.scale;
         }
-        element* to = address<element>(p.dq) + (Config::packed ? 0 : b * p.dq_b) + (first + i) * p.dq_i + head * p.dq_h + column;
-        if constexpr (Config::aligned && Config::head_dim % 4 == 0) {
-            struct alignas(4 * sizeof(element)) Run { element x[4]; } run4;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) run4.x[e] = from_float<Config>(x[e] * p.scale);
-            *reinterpret_cast<Run*>(to) = run4;
-        } else {
+        for (int r = 0; r < 2; ++r) {
+            const int row = 16 * m_tile + 8 * r + lane / 4;
+            element* to = dq + row * p.dq_i;
+            if constexpr (whole && sizeof(element) == 2) {   // four lanes exchange, so that each has the row's columns of one tile
+                uint32_t word[4];
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (column + e < Config::head_dim) to[e] = from_float<Config>(x[e] * p.scale);
+                for (int t = 0; t < 4; ++t) word[t] = pack<Config>(x[t][2 * r], x[t][2 * r + 1]);
+#pragma unroll
+                for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+                    for (int t = 0; t < 4; ++t)
+                        if ((t & step) == 0) {
+                            const bool upper = lane & step;
+                            const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? word[t] : word[t + step], step);
+                            if (upper) word[t] = got;
+                            else word[t + step] = got;
+                        }
+                const int column = column0 + 8 * (lane & 3);
+                if (row < mine.count && column < Config::head_dim) *reinterpret_cast<uint4*>(to + column) = {word[0], word[1], word[2], word[3]};
+            } else {
+#pragma unroll
+                for (int t = 0; t < 4; ++t)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int column = column0 + 8 * t + 2 * (lane & 3) + e;
+                        if (row < mine.count && column < Config::head_dim) to[column] = from_float<Config>(x[t][2 * r + e]);
+                    }
+            }
         }
     }
 }
 
 template <class Config>
 __device__ __forceinline__ void sink_gradient_kernel(const SinkGradientParams& p) {
-    constexpr int row_floats = Config::natural ? 4 : 2, place = Config::natural ? 2 : 1;
     const int head = blockIdx.x;
     const float sink = to_float(address<const typename Config::sink_element>(p.sinks)[head * p.sinks_h]);
     float sum = 0.f;
-    for (int64_t slot = threadIdx.x; slot < p.row_tiles * Config::block_q; slot += Config::threads) {
-        const int tile = static_cast<int>(slot / Config::block_q), row = static_cast<int>(slot % Config::block_q);
-        int b, i, q_len;
-        int64_t first;
-        if (!locate_row<Config>(p, tile, row, b, i, q_len, first) || i >= q_len) continue;
-        const int64_t at = Config::packed ? head * static_cast<int64_t>(p.total_q) + first + i : (static_cast<int64_t>(b) * p.heads_q + head) * p.seqlen_q + i;
-        const float lse = address<const float>(p.lse)[at];
+    for (int64_t index = threadIdx.x; index < p.row_tiles * Config::block_q; index += Config::threads) {
+        const int tile = static_cast<int>(index / Config::block_q), row = static_cast<int>(index % Config::block_q);
+        const RowTile<Config> mine(p, tile);
+        if (row >= mine.queries) continue;
+        const float lse = address<const float>(p.lse)[mine.lse_row(p, head, row)];
         if (lse == -infinity) continue;
-        sum -= exp2f((sink - lse) * log2e) * address<const float>(p.rows)[((head * p.row_tiles + tile) * Config::block_q + row) * row_floats + place];
+        sum -= exp2f((sink - lse) * log2e) * address<const float>(p.rows)[row_place<Config>(head * p.row_tiles + tile, row, Config::natural ? 2 : 1)];
     }
     __shared__ float parts[Config::threads];
     parts[threadIdx.x] = sum;

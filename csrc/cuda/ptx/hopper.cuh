@@ -53,6 +53,14 @@ __device__ __forceinline__ uint64_t evict_first() {
     return policy;
 }
 
+// ---- programmatic dependent launch: the next kernel may begin; the kernel before has ended, and what it wrote is there
+template <class Config> __device__ __forceinline__ void launch_dependents() {
+    if constexpr (Config::arch >= 90) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+template <class Config> __device__ __forceinline__ void wait_dependency() {
+    if constexpr (Config::arch >= 90) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- warpgroups
 template <int count> __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }
