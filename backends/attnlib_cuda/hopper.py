@@ -20,7 +20,8 @@ class ForwardConfig(Features):
     """Tile shape and schedule of the wgmma forward; see csrc/cuda/forward_sm90.cuh.
 
     warpgroups: those that compute, 64 rows each. columns_v: width of O's product. dynamic: tiles go to whoever asks
-    first. unroll: places in the rings are known at compile time.
+    first. unroll: places in the rings are known at compile time. out_panels: panels of 64 columns that a warp has for
+    out; 0: out goes over Q. halves: rows that see at most half of their last key tile compute only that half.
     """
 
     sink_element: torch.dtype
@@ -33,6 +34,10 @@ class ForwardConfig(Features):
     unroll: bool
     dynamic: bool
     columns_v: int
+    out_panels: int = 0
+    halves: bool = False
+    min_blocks: int = 1
+    turns: bool = True
     pack: bool = False
     warps_n: int = 1
 
@@ -40,7 +45,7 @@ class ForwardConfig(Features):
 
     @property
     def warps(self) -> int:
-        return 4 * (self.warpgroups + 1)
+        return 4 * self.warpgroups + (4 if self.min_blocks == 1 else 1)
 
     @property
     def block_q(self) -> int:
@@ -51,7 +56,9 @@ class ForwardConfig(Features):
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         rows = self.q_buffers * self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
         barriers = 16 * self.q_buffers + 32 * self.stages
-        return rows * 128 + -(-barriers // 16) * 16 + 48 * self.q_buffers
+        records = 48 * (self.q_buffers + (self.out_panels > 0))
+        of_warps = 2048 * self.out_panels + (4 * self.block_k + 16 if self.dropout else 0)
+        return rows * 128 + -(-barriers // 16) * 16 + records + 4 * self.warpgroups * of_warps
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,10 @@ def _shape(problem: AttentionProblem) -> _Shape:
     """From the sweep of docs/kernels/sm90_forward.md."""
     d, full = problem.head_dim, problem.window == (None, None)
     capped = problem.softcap is not None  # takes registers, as a left edge does
+    if problem.dropout_threshold > 0:  # so do random words; keys come in groups of 32
+        if d > 192:
+            return 2, 64 if full else 32, 2 if full else 4, 1, False, False
+        return 2, 128 if d <= 128 else 64, 2, 2 if d <= 128 else 1, False, False
     if d <= 64:
         return (2, 96, 2, 2, False, False) if capped else (3, 128, 3 if full else 2, 2, False, False)
     if d <= 128:
@@ -124,7 +135,7 @@ def forward(
     if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
         return None
     lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
-    if lookups or problem.dropout_threshold > 0 or problem.page_size is not None or problem.append:
+    if lookups or problem.page_size is not None or problem.append:
         return None
     if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
         return None
@@ -142,7 +153,7 @@ def backward(
     problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> BackwardConfig | None:
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
-    if forward(problem, target) is None or problem.softcap is not None:
+    if forward(problem, target) is None or problem.softcap is not None or problem.dropout_threshold > 0:
         return None
     split = problem.head_dim > 128
 
@@ -166,8 +177,8 @@ def backward(
 
 def forward_kernel(config: ForwardConfig) -> KernelSpec:
     return KernelSpec(
-        "forward_sm90.cuh", "forward_sm90", config, threads=128 * (config.warpgroups + 1),
-        params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
+        "forward_sm90.cuh", "forward_sm90", config, threads=32 * config.warps,
+        min_blocks=config.min_blocks, params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
     )  # fmt: skip
 
 
