@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ class ForwardConfig(Features):
     """Tile shape and schedule of the wgmma forward; see csrc/cuda/forward_sm90.cuh.
 
     warpgroups: those that compute, 64 rows each. columns_v: width of O's product. dynamic: tiles go to whoever asks
-    first. unroll: places in the rings are known at compile time. out_panels: panels of 64 columns that a warp has for
-    out; 0: out goes over Q. halves: rows that see at most half of their last key tile compute only that half.
+    first. out_panels: panels of 64 columns that a warp has for out; 0: out goes over Q.
     """
 
     sink_element: torch.dtype
@@ -31,13 +30,9 @@ class ForwardConfig(Features):
     stages: int
     q_buffers: int
     q_in_registers: bool
-    unroll: bool
     dynamic: bool
     columns_v: int
-    out_panels: int = 0
-    halves: bool = False
-    min_blocks: int = 1
-    turns: bool = True
+    out_panels: int
     pack: bool = False
     warps_n: int = 1
 
@@ -45,7 +40,7 @@ class ForwardConfig(Features):
 
     @property
     def warps(self) -> int:
-        return 4 * self.warpgroups + (4 if self.min_blocks == 1 else 1)
+        return 4 * (self.warpgroups + 1)
 
     @property
     def block_q(self) -> int:
@@ -106,26 +101,43 @@ class BackwardConfig(Features):
 
 
 WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
-# warpgroups, block_k, stages, q_buffers, q_in_registers, unroll
-_Shape = tuple[int, int, int, int, bool, bool]
+
+
+class _Shape(NamedTuple):
+    """Fields of ForwardConfig."""
+
+    warpgroups: int
+    block_k: int
+    stages: int
+    q_buffers: int
+    q_in_registers: bool = False
+    out_panels: int = 0
 
 
 def _shape(problem: AttentionProblem) -> _Shape:
-    """From the sweep of docs/kernels/sm90_forward.md."""
-    d, full = problem.head_dim, problem.window == (None, None)
-    capped = problem.softcap is not None  # takes registers, as a left edge does
-    if problem.dropout_threshold > 0:  # so do random words; keys come in groups of 32
+    """From the sweeps of docs/kernels/sm90_forward.md."""
+    d, d_v, (left, right) = problem.head_dim, problem.head_dim_v, problem.window
+    full = left is None and right is None
+    capped = problem.softcap is not None  # takes registers, as a left edge and random words do
+    if problem.dropout_threshold > 0:  # keys come in groups of 32
         if d > 192:
-            return 2, 64 if full else 32, 2 if full else 4, 1, False, False
-        return 2, 128 if d <= 128 else 64, 2, 2 if d <= 128 else 1, False, False
+            return _Shape(2, 64, 2, 1) if full else _Shape(2, 32, 4, 1)
+        if d <= 128:
+            return _Shape(2, 96, 3, 2) if capped else _Shape(2, 128, 2, 2)
+        return _Shape(2, 64, 2, 1)
     if d <= 64:
-        return (2, 96, 2, 2, False, False) if capped else (3, 128, 3 if full else 2, 2, False, False)
+        if capped:
+            return _Shape(2, 96, 2, 2)
+        if problem.seqlen_k <= 4096 and left is None:
+            return _Shape(4, 64, 4, 2)
+        return _Shape(3, 128, 3 if full else 2, 2) if left is None or right is not None else _Shape(3, 96, 3, 2)
     if d <= 128:
-        wide = not capped and problem.window.left is None
-        return (2, 128, 2, 2, True, False) if wide else (3, 80, 2, 2, False, not capped)
+        if capped or left is not None:
+            return _Shape(3, 80, 3, 2)
+        return _Shape(3, 64, 3, 2) if not full and problem.seqlen_k <= 2048 else _Shape(2, 128, 2, 2, True)
     if d <= 192:
-        return 2, 128 if problem.head_dim_v <= 128 else 96, 2, 1, False, False
-    return 2, 64, 2, 1, False, False
+        return _Shape(2, 96 if capped else 128, 2, 1, out_panels=1) if d_v <= 128 else _Shape(2, 96, 2, 1)
+    return _Shape(2, 64, 2, 1, out_panels=2)
 
 
 def forward(
@@ -139,14 +151,13 @@ def forward(
         return None
     if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
         return None
-    names = ("warpgroups", "block_k", "stages", "q_buffers", "q_in_registers", "unroll")
     common = features(problem, fault) | {
         "sink_element": problem.sinks or torch.float32,
         "has_sinks": problem.sinks is not None,
         "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
         "columns_v": next(width for width in WGMMA_WIDTHS if problem.head_dim_v <= width),
     }
-    return ForwardConfig(**(common | dict(zip(names, _shape(problem), strict=True)) | dict(shape or {})))
+    return ForwardConfig(**(common | _shape(problem)._asdict() | dict(shape or {})))
 
 
 def backward(
@@ -178,7 +189,7 @@ def backward(
 def forward_kernel(config: ForwardConfig) -> KernelSpec:
     return KernelSpec(
         "forward_sm90.cuh", "forward_sm90", config, threads=32 * config.warps,
-        min_blocks=config.min_blocks, params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
+        params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
     )  # fmt: skip
 
 

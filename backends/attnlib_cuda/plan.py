@@ -228,7 +228,7 @@ class CudaPlan:
         }  # fmt: skip
         kernel = jit.load(hopper.forward_kernel(c), self._index, problem)
         boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("out", 16))
-        grid = (min(self._info.sm_count * c.min_blocks, tiles * units), 1, 1)
+        grid = (min(self._info.sm_count, tiles * units), 1, 1)
         template = params.FORWARD.template(values)
         size, ticket = params.FORWARD_MAPS_SIZE, self._index if c.dynamic else None
         main = MappedStep(kernel, params.FORWARD, template, grid, c.shared_bytes, boxes, size, ticket)

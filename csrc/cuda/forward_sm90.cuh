@@ -157,23 +157,18 @@ struct Warpgroup {
     __device__ __forceinline__ void release(int barriers, int stage) const {
         if (lane == 0) ptx::mbarrier_arrive(base + barriers + 8 * stage);
     }
-    __device__ __forceinline__ void await_turn() const {
-        if constexpr (Config::turns && T::warpgroups > 1) ptx::bar_sync(1 + group, 256);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if constexpr (Config::turns && T::warpgroups > 1) ptx::bar_arrive(group == T::warpgroups - 1 ? 1 : 2 + group, 256);
-    }
+    __device__ __forceinline__ void await_turn() const { ptx::bar_sync(1 + group, 256); }
+    __device__ __forceinline__ void pass_turn() const { ptx::bar_arrive(group == T::warpgroups - 1 ? 1 : 2 + group, 256); }
 
     // ---- products
-    template <int tiles>
-    __device__ __forceinline__ void issue_scores(float (&x)[1][tiles][4], uint32_t q, int stage) {
+    __device__ __forceinline__ void issue_scores(uint32_t q, int stage) {
         const uint32_t k = base + T::k_at + stage * T::k_bytes;
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < T::steps; ++step) {
             const uint64_t b = ptx::panel_descriptor(k + step / 4 * T::KPanel::bytes + step % 4 * 32, 16);
-            if constexpr (Config::q_in_registers) ptx::Wgmma<8 * tiles>::template rs<T::half, false>(x[0], q_kept[step], b, step > 0);
-            else ptx::Wgmma<8 * tiles>::template ss<T::half, false, false>(x[0], ptx::panel_descriptor(q + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), b, step > 0);
+            if constexpr (Config::q_in_registers) ptx::Wgmma<T::block_k>::template rs<T::half, false>(s[0], q_kept[step], b, step > 0);
+            else ptx::Wgmma<T::block_k>::template ss<T::half, false, false>(s[0], ptx::panel_descriptor(q + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), b, step > 0);
         }
         ptx::wgmma_commit();
     }
@@ -215,20 +210,19 @@ struct Warpgroup {
     }
 
     // ---- softmax of the tile in s
-    template <int tiles>
-    __device__ __forceinline__ void exact(float (&x)[1][tiles][4], uint32_t record, bool edges, int j, float (&correction)[2]) {
+    __device__ __forceinline__ void exact(uint32_t record, bool edges, int j, float (&correction)[2]) {
         constexpr bool raw = Scorer<Config>::raw;
         const float factor = raw && scorer.scale > 0.f ? scorer.scale : 1.f;
-        scorer.template apply<false>(x, 0, 0, lane, false);
-        if (factor == 1.f) scorer.scale_raw(x);   // the sign would turn the maximum, and 0 times -inf is not hidden
-        if (edges) Edges<Config>(p, ptx::ld_shared_b32(record + 20), 0, ptx::ld_shared_b32(record + 24)).hide(x, 64 * group + 16 * warp(), j * T::block_k, lane, 1);
-        if constexpr (raw) state.settle_raw(x[0], correction, factor, 0);
+        scorer.template apply<false>(s, 0, 0, lane, false);
+        if (factor == 1.f) scorer.scale_raw(s);   // the sign would turn the maximum, and 0 times -inf is not hidden
+        if (edges) Edges<Config>(p, ptx::ld_shared_b32(record + 20), 0, ptx::ld_shared_b32(record + 24)).hide(s, 64 * group + 16 * warp(), j * T::block_k, lane, 1);
+        if constexpr (raw) state.settle_raw(s[0], correction, factor, 0);
         else {
             float top[2];
-            state.raise(x[0], top, 0);
-            state.settle(x[0], correction, top, 0);
+            state.raise(s[0], top, 0);
+            state.settle(s[0], correction, top, 0);
         }
-        drop(x, record, j);
+        drop(record, j);
     }
 
     // ---- dropout: what depends on the key alone is drawn once for the warp, while the product runs
@@ -244,17 +238,16 @@ struct Warpgroup {
             __syncwarp();
         }
     }
-    template <int tiles>
-    __device__ __forceinline__ void drop(float (&x)[1][tiles][4], uint32_t record, int j) const {
+    __device__ __forceinline__ void drop(uint32_t record, int j) {
         if constexpr (Config::dropout) {
             const uint32_t at = random();
             const uint64_t seed = seed_of(at);
             const int head = ptx::ld_shared_b32(record + 4), row0 = ptx::ld_shared_b32(record) + 64 * group + 16 * warp();
 #pragma unroll
-            for (int n = 0; n < tiles / 4; ++n) {
+            for (int n = 0; n < N / 4; ++n) {
                 DropoutWords<Config, false, 1, 4> words;
                 words.draw_row(0, seed, 0, head, row0, 0, lane, at + 128 * n);
-                words.apply(reinterpret_cast<float (&)[1][4][4]>(x[0][4 * n]), 0, at + 4 * T::block_k + 8, 0, lane, [](float) { return 0.f; });
+                words.apply(reinterpret_cast<float (&)[1][4][4]>(s[0][4 * n]), 0, at + 4 * T::block_k + 8, 0, lane, [](float) { return 0.f; });
             }
         }
     }
@@ -271,15 +264,12 @@ struct Warpgroup {
             for (int i = 0; i < 4; ++i) ptx::pin(packed[step][i]);   // the conversion belongs here, not after the next product
     }
 
-    // ---- one key tile: stage_ >= 0 is the place of K in its ring, known at compile time
-    template <int stage_> struct Place { static constexpr int stage = stage_; };
-    template <bool masked, bool with_maximum, int stage_>
+    // ---- one key tile
+    template <bool masked, bool with_maximum>
     __device__ __forceinline__ void step(uint32_t q, uint32_t record, int j, bool more) {
-        const int stage = stage_ >= 0 ? stage_ : visits % T::stages;
-        const int before = stage_ >= 0 ? (stage_ + T::stages - 1) % T::stages : (visits - 1) % T::stages;
-        const int after = stage_ >= 0 ? (stage_ + 1) % T::stages : (visits + 1) % T::stages;
+        const int stage = visits % T::stages, before = (visits - 1) % T::stages, after = (visits + 1) % T::stages;
         await_turn();
-        issue_scores(s, q, stage);
+        issue_scores(q, stage);
         await(T::v_full, before, visits - 1);
         issue_values(before);
         pass_turn();
@@ -289,7 +279,7 @@ struct Warpgroup {
         float correction[2];
         if constexpr (masked || with_maximum) {
             release(T::k_empty, stage);
-            exact(s, record, masked, j, correction);
+            exact(record, masked, j, correction);
             if (more) await(T::k_full, after, visits + 1);
             ptx::wgmma_wait<0>();
             ptx::pin(acc);
@@ -298,7 +288,7 @@ struct Warpgroup {
         } else {
             scorer.template apply<false>(s, 0, 0, lane, false);
             float added[1][2];
-            const bool fits = state.without_maximum(s, added, scorer.scale, [&](int) { drop(s, record, j); });
+            const bool fits = state.without_maximum(s, added, scorer.scale, [&](int) { drop(record, j); });
             if (fits) release(T::k_empty, stage);
             if (more) await(T::k_full, after, visits + 1);
             ptx::wgmma_wait<0>();
@@ -307,18 +297,13 @@ struct Warpgroup {
             if (fits) state.add(added);
             else {
                 recompute(q, stage);
-                exact(s, record, false, j, correction);
+                exact(record, false, j, correction);
                 state.rescale(acc, correction);
                 release(T::k_empty, stage);
             }
         }
         round();
         ++visits;
-    }
-    template <int stage_>
-    __device__ __forceinline__ void steps_from(uint32_t q, uint32_t record, int j, int low) {
-        step<false, false, stage_>(q, record, j, j > low);
-        if constexpr (stage_ + 1 < T::stages) steps_from<stage_ + 1>(q, record, j - 1, low);
     }
     __device__ __forceinline__ void skip(bool turn = true) {   // a key tile that only other warpgroups see
         const int stage = visits % T::stages;
@@ -377,28 +362,17 @@ struct Warpgroup {
         {
             const int stage = visits % T::stages;
             await(T::k_full, stage, visits);
-            const auto first = [&](auto& x) {
-                issue_scores(x, q, stage);
-                free_rows(pending);
-                draw_columns(record, j);
-                ptx::wgmma_wait<0>();
-                ptx::pin(x[0]);
-                release(T::k_empty, stage);
+            issue_scores(q, stage);
+            free_rows(pending);
+            draw_columns(record, j);
+            ptx::wgmma_wait<0>();
+            ptx::pin(s[0]);
+            release(T::k_empty, stage);
+            const auto first = [&] {   // a call of its own: without, head_dim 256 with dropout spills
                 float correction[2];
-                exact(x, record, true, j, correction);
+                exact(record, true, j, correction);
             };
-            bool rest = false;   // causal: hidden from all of these rows
-            if constexpr (Config::halves) {
-                rest = key_end(row + 63) <= j * T::block_k + T::block_k / 2;
-                if (rest) {
-                    first(reinterpret_cast<float (&)[1][N / 2][4]>(s));
-#pragma unroll
-                    for (int n = N / 2; n < N; ++n)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) s[0][n][e] = 0.f;
-                }
-            }
-            if (!rest) first(s);
+            first();
             round();
             if (j > low) await(T::k_full, (visits + 1) % T::stages, visits + 1);
             clear_tail(tile.kv_len, j);
@@ -407,23 +381,17 @@ struct Warpgroup {
         }
         if constexpr (Config::right) {
 #pragma unroll 1
-            for (; j >= low && j >= whole_end; --j) step<true, true, -1>(q, record, j, j > low);
+            for (; j >= low && j >= whole_end; --j) step<true, true>(q, record, j, j > low);
             if (key_end(row) % T::block_k == 0 && j >= whole_begin) {   // the first row may have seen no key so far
-                step<false, true, -1>(q, record, j, j > low);
+                step<false, true>(q, record, j, j > low);
                 --j;
             }
         }
-        if constexpr (Config::unroll) {
 #pragma unroll 1
-            for (; visits % T::stages != 0 && j >= whole_begin; --j) step<false, false, -1>(q, record, j, j > low);
-#pragma unroll 1
-            for (; j >= whole_begin + T::stages - 1; j -= T::stages) steps_from<0>(q, record, j, low);
-        }
-#pragma unroll 1
-        for (; j >= whole_begin; --j) step<false, false, -1>(q, record, j, j > low);
+        for (; j >= whole_begin; --j) step<false, false>(q, record, j, j > low);
         if constexpr (Config::left)
 #pragma unroll 1
-            for (; j >= low; --j) step<true, true, -1>(q, record, j, j > low);
+            for (; j >= low; --j) step<true, true>(q, record, j, j > low);
         if constexpr (T::staged) release(T::q_empty, buffer);
         {
             const int stage = (visits - 1) % T::stages;
@@ -502,7 +470,7 @@ struct Warpgroup {
                 __syncwarp();
                 constexpr int all = Config::head_dim_v / 8;
                 const int chunks = min(all - 8 * panel, 8);
-#pragma unroll
+#pragma unroll 1
                 for (int index = lane; index < 128; index += 32) {
                     const int local = index / 8, chunk = index % 8, i = tile.i0 + row0 + local;
                     if (i >= tile.padded_q || chunk >= chunks) continue;
@@ -559,10 +527,10 @@ __device__ __forceinline__ void kernel(const ForwardMapsParams& params) {
     }
     __syncthreads();
     if (warpgroup == T::warpgroups) {
-        if constexpr (Config::min_blocks == 1) ptx::give_registers<T::loading>();
+        ptx::give_registers<T::loading>();
         if (warp == 0 && lane == 0) load_tiles<Config>(params, base);
     } else {
-        if constexpr (Config::min_blocks == 1) ptx::take_registers<T::computing>();
+        ptx::take_registers<T::computing>();
         Warpgroup<Config>(params, base, warpgroup, lane).work();
     }
 }
