@@ -233,8 +233,9 @@ struct Warpgroup {
         if constexpr (Config::dropout) {
             const uint32_t at = random();
             __syncwarp();   // the words of the tile before are drawn
+            const uint64_t seed = seed_of(at);   // all lanes shuffle
             if (lane < T::block_k / 4)
-                DropoutWords<Config, false, 1, 4>::put_column(at + 16 * lane, seed_of(at), ptx::ld_shared_b32(record + 8), ptx::ld_shared_b32(record + 4), j * T::block_k + (lane >> 3) * 32 + (lane & 7));
+                DropoutWords<Config, false, 1, 4>::put_column(at + 16 * lane, seed, ptx::ld_shared_b32(record + 8), ptx::ld_shared_b32(record + 4), j * T::block_k + (lane >> 3) * 32 + (lane & 7));
             __syncwarp();
         }
     }
