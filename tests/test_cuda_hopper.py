@@ -21,6 +21,7 @@ SIZES = [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 1
 COVERED: list[dict[str, Any]] = [
     {}, {"window": (None, 0)}, {"window": (64, 64)}, {"window": (None, 0), "top_left": True}, {"softcap": 30.0},
     {"sinks": torch.float32}, {"lengths": True}, {"packed": True, "total_q": 900, "total_k": 900},
+    {"dropout_p": 0.1}, {"dropout_p": 0.1, "window": (None, 0)}, {"dropout_p": 0.1, "softcap": 30.0},
 ]  # fmt: skip
 LEFT_OUT: list[dict[str, Any]] = [
     {"dtype": torch.float32}, {"bias": torch.float32}, {"mask": True}, {"alibi": True}, {"block_mask": (64, 64)},
@@ -67,7 +68,7 @@ def test_explain_names_the_kernels() -> None:
     assert found.chosen == "cuda:sm_90"
     assert "forward_sm90" in str(found)
     assert "backward_sm90" in str(found)
-    assert "forward_sm80" in str(attnlib.explain(q, q, q, causal=True, softcap=3.0, dropout_p=0.1, device="sm_90"))
+    assert "backward_sm80" in str(attnlib.explain(q, q, q, causal=True, softcap=3.0, device="sm_90"))
     assert "forward_sm80" in str(attnlib.explain(q, q, q, device="sm_80"))
 
 

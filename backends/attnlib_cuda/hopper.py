@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ class ForwardConfig(Features):
     """Tile shape and schedule of the wgmma forward; see csrc/cuda/forward_sm90.cuh.
 
     warpgroups: those that compute, 64 rows each. columns_v: width of O's product. dynamic: tiles go to whoever asks
-    first. unroll: places in the rings are known at compile time.
+    first. out_panels: panels of 64 columns that a warp has for out; 0: out goes over Q.
     """
 
     sink_element: torch.dtype
@@ -30,9 +30,9 @@ class ForwardConfig(Features):
     stages: int
     q_buffers: int
     q_in_registers: bool
-    unroll: bool
     dynamic: bool
     columns_v: int
+    out_panels: int
     pack: bool = False
     warps_n: int = 1
 
@@ -51,7 +51,9 @@ class ForwardConfig(Features):
         panels, panels_v = -(-self.head_dim // 64), -(-self.head_dim_v // 64)
         rows = self.q_buffers * self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
         barriers = 16 * self.q_buffers + 32 * self.stages
-        return rows * 128 + -(-barriers // 16) * 16 + 48 * self.q_buffers
+        records = 48 * (self.q_buffers + (self.out_panels > 0))
+        of_warps = 2048 * self.out_panels + (4 * self.block_k + 16 if self.dropout else 0)
+        return rows * 128 + -(-barriers // 16) * 16 + records + 4 * self.warpgroups * of_warps
 
 
 @dataclass(frozen=True)
@@ -98,22 +100,43 @@ class BackwardConfig(Features):
 
 
 WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
-# warpgroups, block_k, stages, q_buffers, q_in_registers, unroll
-_Shape = tuple[int, int, int, int, bool, bool]
+
+
+class _Shape(NamedTuple):
+    """Fields of ForwardConfig."""
+
+    warpgroups: int
+    block_k: int
+    stages: int
+    q_buffers: int
+    q_in_registers: bool = False
+    out_panels: int = 0
 
 
 def _shape(problem: AttentionProblem) -> _Shape:
-    """From the sweep of docs/kernels/sm90_forward.md."""
-    d, full = problem.head_dim, problem.window == (None, None)
-    capped = problem.softcap is not None  # takes registers, as a left edge does
+    """From the sweeps of docs/kernels/sm90_forward.md."""
+    d, d_v, (left, right) = problem.head_dim, problem.head_dim_v, problem.window
+    full = left is None and right is None
+    capped = problem.softcap is not None  # takes registers, as a left edge and random words do
+    if problem.dropout_threshold > 0:  # keys come in groups of 32
+        if d > 192:
+            return _Shape(2, 64, 2, 1) if full else _Shape(2, 32, 4, 1)
+        if d <= 128:
+            return _Shape(2, 96, 3, 2) if capped else _Shape(2, 128, 2, 2)
+        return _Shape(2, 64, 2, 1)
     if d <= 64:
-        return (2, 96, 2, 2, False, False) if capped else (3, 128, 3 if full else 2, 2, False, False)
+        if capped:
+            return _Shape(2, 96, 2, 2)
+        if problem.seqlen_k <= 4096 and left is None:
+            return _Shape(4, 64, 4, 2)
+        return _Shape(3, 128, 3 if full else 2, 2) if left is None or right is not None else _Shape(3, 96, 3, 2)
     if d <= 128:
-        wide = not capped and problem.window.left is None
-        return (2, 128, 2, 2, True, False) if wide else (3, 80, 2, 2, False, not capped)
+        if capped or left is not None:
+            return _Shape(3, 80, 3, 2)
+        return _Shape(3, 64, 3, 2) if not full and problem.seqlen_k <= 2048 else _Shape(2, 128, 2, 2, True)
     if d <= 192:
-        return 2, 128 if problem.head_dim_v <= 128 else 96, 2, 1, False, False
-    return 2, 64, 2, 1, False, False
+        return _Shape(2, 96 if capped else 128, 2, 1, out_panels=1) if d_v <= 128 else _Shape(2, 96, 2, 1)
+    return _Shape(2, 64, 2, 1, out_panels=2)
 
 
 def forward(
@@ -123,25 +146,24 @@ def forward(
     if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
         return None
     lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
-    if lookups or problem.dropout_threshold > 0 or problem.page_size is not None or problem.append:
+    if lookups or problem.page_size is not None or problem.append:
         return None
     if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
         return None
-    names = ("warpgroups", "block_k", "stages", "q_buffers", "q_in_registers", "unroll")
     common = features(problem, fault) | {
         "sink_element": problem.sinks or torch.float32,
         "has_sinks": problem.sinks is not None,
         "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
         "columns_v": next(width for width in WGMMA_WIDTHS if problem.head_dim_v <= width),
     }
-    return ForwardConfig(**(common | dict(zip(names, _shape(problem), strict=True)) | dict(shape or {})))
+    return ForwardConfig(**(common | _shape(problem)._asdict() | dict(shape or {})))
 
 
 def backward(
     problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> BackwardConfig | None:
     """The wgmma backward's configuration; None where that kernel does not cover the problem."""
-    if forward(replace(problem, dropout_p=0.0), target) is None:
+    if forward(problem, target) is None:
         return None
     capped = problem.softcap is not None
     split = problem.head_dim > (96 if capped else 128)
@@ -167,7 +189,7 @@ def backward(
 
 def forward_kernel(config: ForwardConfig) -> KernelSpec:
     return KernelSpec(
-        "forward_sm90.cuh", "forward_sm90", config, threads=128 * (config.warpgroups + 1),
+        "forward_sm90.cuh", "forward_sm90", config, threads=32 * config.warps,
         params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
     )  # fmt: skip
 

@@ -38,6 +38,7 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 _FEATURES: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": _SINGLE}, "mask": {"mask": True},
     "block_mask": {"block_mask": (64, 64)}, "dropout": {"dropout_p": 0.125}, "alibi": {"alibi": True},
+    "capped dropout": {"softcap": 30.0, "dropout_p": 0.125},
     "bias": {"bias": _SINGLE}, "bias gradient": {"bias": _BFLOAT},
     "everything": {
         "softcap": 30.0, "sinks": _BFLOAT, "mask": True, "dropout_p": 0.125, "alibi": True, "bias": _HALF,
@@ -47,14 +48,14 @@ _FEATURES: dict[str, dict[str, Any]] = {
 
 def _problem(values: Mapping[str, Any], *, training: bool) -> AttentionProblem:
     """training: with the gradients of all operands, as far as a feature's name does not leave the bias out."""
-    feature, size = _FEATURES[values["feature"]], values["head_dim"]
+    feature, size, length = _FEATURES[values["feature"]], values["head_dim"], values.get("length", 1024)
     grads: tuple[str, ...] = ()
     if training:
         wanted = {"bias": values["feature"] != "bias", "sinks": True}
         grads = ("q", "k", "v", *(name for name, asked in wanted.items() if asked and name in feature))
     return AttentionProblem(
         dtype=_SINGLE if values["dtype"] == "tf32" else values["dtype"], tf32=values["dtype"] == "tf32",
-        batch=2, seqlen_q=values.get("queries", 1024), seqlen_k=1024, num_heads_q=4, num_heads_kv=2,
+        batch=2, seqlen_q=values.get("queries", length), seqlen_k=length, num_heads_q=4, num_heads_kv=2,
         head_dim=size, head_dim_v=values["head_dim_v"] or size, scale=0.125, grads=grads,
         window=values.get("window", (None, None)), top_left=values.get("top_left", False), aligned=values["aligned"],
         deterministic=training and values["deterministic"], **feature, **_LAYOUTS[values["layout"]],
@@ -109,9 +110,10 @@ def matrices() -> Sequence[Matrix]:
         "layout": ("dense", "append", "packed", "append paged", "packed paged"), "deterministic": (True, False),
     }  # fmt: skip
     wgmma = {
-        **_SIZES, "dtype": (_HALF, _BFLOAT), "feature": ("plain", "softcap", "sinks", "dropout"),
-        "window": _FORMS["window"], "layout": ("dense", "lengths", "packed"), "top_left": (False, True),
-        "aligned": (True,), "deterministic": (False, True), "queries": (1024, 8192),
+        **_SIZES, "dtype": (_HALF, _BFLOAT), "window": _FORMS["window"],
+        "feature": ("plain", "softcap", "sinks", "dropout", "capped dropout"), "length": (1024, 8192),
+        "layout": ("dense", "lengths", "packed"), "top_left": (False, True), "aligned": (True,),
+        "deterministic": (False, True),
     }  # fmt: skip
     inference, training = (functools.partial(_excluded, training=x) for x in (False, True))
     return [

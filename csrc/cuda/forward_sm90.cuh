@@ -9,7 +9,8 @@
 // and the warpgroups take turns at issuing, so that one's softmax runs under the others' products. Tiles that no edge
 // crosses take no row maximum (softmax.cuh); a warp whose sums leave the range computes its scores again with mma.sync.
 //
-//   shared memory: q_buffers x Q (out is staged over it) | stages x K | stages x V | barriers | a record for each Q buffer
+//   shared memory: q_buffers x Q (out is staged over it, or has panels of its own) | stages x K | stages x V | out |
+//   barriers | records of tiles | dropout: what the words of a tile's keys share, for each warp
 //   all as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle
 //
 // What ptxas needs here: one wgmma_fence before each product and after any spin; no branch that touches an accumulator
@@ -34,14 +35,18 @@ struct WarpgroupTile {
     using QPanel = Tile<Config, block_q, 64>;
     using KPanel = Tile<Config, block_k, 64>;
     static constexpr int q_bytes = panels * QPanel::bytes, k_bytes = panels * KPanel::bytes, v_bytes = panels_v * KPanel::bytes;
-    static constexpr int q_at = 0, k_at = q_buffers * q_bytes, v_at = k_at + stages * k_bytes, end = v_at + stages * v_bytes;
+    static constexpr int q_at = 0, k_at = q_buffers * q_bytes, v_at = k_at + stages * k_bytes;
+    static constexpr int out_at = v_at + stages * v_bytes, out_bytes = 2048 * Config::out_panels, end = out_at + 4 * warpgroups * out_bytes;   // of a warp
     static constexpr int q_full = end, q_empty = q_full + 8 * q_buffers, k_full = q_empty + 8 * q_buffers, k_empty = k_full + 8 * stages;
     static constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages, record_at = (v_empty + 8 * stages + 15) / 16 * 16;
-    static constexpr int shared_bytes = record_at + 48 * q_buffers;
+    static constexpr bool staged = Config::out_panels > 0;   // out has rows of its own, so Q's are free before it is written
+    static constexpr int records = q_buffers + staged, random_at = record_at + 48 * records, random_bytes = Config::dropout ? 4 * block_k + 16 : 0;   // of a warp
+    static constexpr int shared_bytes = random_at + 4 * warpgroups * random_bytes;
     static constexpr bool tails = Config::lengths || Config::packed;   // other rows than zeros may follow a sequence's keys
+    static_assert(!Config::dropout || (block_k % 32 == 0 && block_k <= 128), "a lane draws for one group of keys");
     static_assert(block_k % 16 == 0 && columns <= 64 * panels_v && panels_v <= panels, "whole k16 steps; O fits over Q");
     // Registers of the loading warpgroup and of the others: what the launch gave a block, divided anew.
-    static constexpr int loading = warpgroups == 3 ? 32 : 40, computing = warpgroups == 3 ? 160 : 232;
+    static constexpr int loading = warpgroups >= 3 ? 32 : 40, computing = warpgroups == 4 ? 112 : warpgroups == 3 ? 160 : 232;
 };
 
 // What the loading thread tells the others of a tile. first..last: key tiles; position: of query i0.
@@ -76,16 +81,19 @@ __device__ __forceinline__ void load_tiles(const ForwardMapsParams& params, uint
     };
     const auto load_k = [&](int j) { load(params.k, T::panels, T::k_bytes, T::k_at, T::k_full, T::k_empty, loaded_k, j); };
     const auto load_v = [&](int j) { load(params.v, T::panels_v, T::v_bytes, T::v_at, T::v_full, T::v_empty, loaded_v, j); };
-    const auto ticket = [&] {
-        if constexpr (!Config::dynamic) return tile + static_cast<int>(gridDim.x);
-        const int next = atomicAdd(address<int>(params.ticket), 1);
-        if (next == tiles - 1) *address<int>(params.ticket) = 0;   // the last ticket drawn: one for each tile
-        return next + static_cast<int>(gridDim.x);
+    int drawn = 0;   // looked at when the tile's loads are issued, not before
+    const auto draw = [&] {
+        if constexpr (Config::dynamic) drawn = atomicAdd(address<int>(params.ticket), 1);
+    };
+    const auto advance = [&] {
+        if (Config::dynamic && drawn == tiles - 1) *address<int>(params.ticket) = 0;   // the last ticket: one for each tile
+        tile = (Config::dynamic ? drawn : tile) + static_cast<int>(gridDim.x);
     };
     while (tile < tiles) {
         const Work<Config, T::block_q> work(p, tile);
         if (work.idle) {
-            tile = ticket();
+            draw();
+            advance();
             continue;
         }
         const Sequence& seq = work.seq;
@@ -102,20 +110,21 @@ __device__ __forceinline__ void load_tiles(const ForwardMapsParams& params, uint
         const uint32_t full = base + T::q_full + 8 * buffer;
         ptx::mbarrier_wait(base + T::q_empty + 8 * buffer, (count / T::q_buffers & 1) ^ 1);
         TileRecord{work.i0, work.head, seq.index, first, last, work.i0 + static_cast<int>(window.offset), seq.kv_len, seq.q_len,
-                   seq.padded_q, static_cast<int>(seq.q_row), seq.valid}.write(base + T::record_at + 48 * buffer);
+                   seq.padded_q, static_cast<int>(seq.q_row), seq.valid}.write(base + T::record_at + 48 * (count % T::records));
         ptx::mbarrier_expect(full, T::q_bytes);
         for (int panel = 0; panel < T::panels; ++panel)
             ptx::tensor_load(base + T::q_at + buffer * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, static_cast<int>(seq.q_row) + work.i0, work.head, batch, full, once);
         ++count;
         for (int j = last - 1; j >= first; --j) {
-            if (j == min(first + 1, last - 1)) tile = ticket();   // late, so that the next tile goes to whoever is nearly done
+            if (j == min(first + 1, last - 1)) draw();   // late, so that the next tile goes to whoever is nearly done
             if (j > first) load_k(j - 1);
             load_v(j);
         }
+        advance();
     }
     const int buffer = count % T::q_buffers;
     ptx::mbarrier_wait(base + T::q_empty + 8 * buffer, (count / T::q_buffers & 1) ^ 1);
-    ptx::st_shared_b32(base + T::record_at + 48 * buffer, 0xFFFFFFFFu);
+    ptx::st_shared_b32(base + T::record_at + 48 * (count % T::records), 0xFFFFFFFFu);
     ptx::mbarrier_arrive(base + T::q_full + 8 * buffer);
 }
 
@@ -201,13 +210,47 @@ struct Warpgroup {
     }
 
     // ---- softmax of the tile in s
-    __device__ __forceinline__ void exact(uint32_t edges, int j, float (&correction)[2]) {   // edges: the tile's record, 0 where none crosses
+    __device__ __forceinline__ void exact(uint32_t record, bool edges, int j, float (&correction)[2]) {
+        constexpr bool raw = Scorer<Config>::raw;
+        const float factor = raw && scorer.scale > 0.f ? scorer.scale : 1.f;
         scorer.template apply<false>(s, 0, 0, lane, false);
-        scorer.scale_raw(s);
-        if (edges != 0) Edges<Config>(p, ptx::ld_shared_b32(edges + 20), 0, ptx::ld_shared_b32(edges + 24)).hide(s, 64 * group + 16 * warp(), j * T::block_k, lane, 1);
-        float top[2];
-        state.raise(s[0], top, 0);
-        state.settle(s[0], correction, top, 0);
+        if (factor == 1.f) scorer.scale_raw(s);   // the sign would turn the maximum, and 0 times -inf is not hidden
+        if (edges) Edges<Config>(p, ptx::ld_shared_b32(record + 20), 0, ptx::ld_shared_b32(record + 24)).hide(s, 64 * group + 16 * warp(), j * T::block_k, lane, 1);
+        if constexpr (raw) state.settle_raw(s[0], correction, factor, 0);
+        else {
+            float top[2];
+            state.raise(s[0], top, 0);
+            state.settle(s[0], correction, top, 0);
+        }
+        drop(record, j);
+    }
+
+    // ---- dropout: what depends on the key alone is drawn once for the warp, while the product runs
+    __device__ __forceinline__ uint32_t random() const { return base + T::random_at + (4 * group + warp()) * T::random_bytes; }
+    // Shuffled, so that the compiler knows it is the same in all lanes: keys take no registers of the lanes.
+    __device__ __forceinline__ static uint64_t seed_of(uint32_t random) { return __shfl_sync(0xFFFFFFFFu, ptx::ld_shared_b64(random + 4 * T::block_k), 0); }
+    __device__ __forceinline__ void draw_columns(uint32_t record, int j) const {
+        if constexpr (Config::dropout) {
+            const uint32_t at = random();
+            __syncwarp();   // the words of the tile before are drawn
+            const uint64_t seed = seed_of(at);   // all lanes shuffle
+            if (lane < T::block_k / 4)
+                DropoutWords<Config, false, 1, 4>::put_column(at + 16 * lane, seed, ptx::ld_shared_b32(record + 8), ptx::ld_shared_b32(record + 4), j * T::block_k + (lane >> 3) * 32 + (lane & 7));
+            __syncwarp();
+        }
+    }
+    __device__ __forceinline__ void drop(uint32_t record, int j) {
+        if constexpr (Config::dropout) {
+            const uint32_t at = random();
+            const uint64_t seed = seed_of(at);
+            const int head = ptx::ld_shared_b32(record + 4), row0 = ptx::ld_shared_b32(record) + 64 * group + 16 * warp();
+#pragma unroll
+            for (int n = 0; n < N / 4; ++n) {
+                DropoutWords<Config, false, 1, 4> words;
+                words.draw_row(0, seed, 0, head, row0, 0, lane, at + 128 * n);
+                words.apply(reinterpret_cast<float (&)[1][4][4]>(s[0][4 * n]), 0, at + 4 * T::block_k + 8, 0, lane, [](float) { return 0.f; });
+            }
+        }
     }
     __device__ __forceinline__ void round() {
 #pragma unroll
@@ -222,24 +265,22 @@ struct Warpgroup {
             for (int i = 0; i < 4; ++i) ptx::pin(packed[step][i]);   // the conversion belongs here, not after the next product
     }
 
-    // ---- one key tile: stage_ >= 0 is the place of K in its ring, known at compile time
-    template <int stage_> struct Place { static constexpr int stage = stage_; };
-    template <bool masked, bool with_maximum, int stage_>
+    // ---- one key tile
+    template <bool masked, bool with_maximum>
     __device__ __forceinline__ void step(uint32_t q, uint32_t record, int j, bool more) {
-        const int stage = stage_ >= 0 ? stage_ : visits % T::stages;
-        const int before = stage_ >= 0 ? (stage_ + T::stages - 1) % T::stages : (visits - 1) % T::stages;
-        const int after = stage_ >= 0 ? (stage_ + 1) % T::stages : (visits + 1) % T::stages;
+        const int stage = visits % T::stages, before = (visits - 1) % T::stages, after = (visits + 1) % T::stages;
         await_turn();
         issue_scores(q, stage);
         await(T::v_full, before, visits - 1);
         issue_values(before);
         pass_turn();
+        draw_columns(record, j);
         ptx::wgmma_wait<1>();
         ptx::pin(s[0]);
         float correction[2];
         if constexpr (masked || with_maximum) {
             release(T::k_empty, stage);
-            exact(masked ? record : 0, j, correction);
+            exact(record, masked, j, correction);
             if (more) await(T::k_full, after, visits + 1);
             ptx::wgmma_wait<0>();
             ptx::pin(acc);
@@ -248,7 +289,7 @@ struct Warpgroup {
         } else {
             scorer.template apply<false>(s, 0, 0, lane, false);
             float added[1][2];
-            const bool fits = state.without_maximum(s, added, scorer.scale, [](int) {});
+            const bool fits = state.without_maximum(s, added, scorer.scale, [&](int) { drop(record, j); });
             if (fits) release(T::k_empty, stage);
             if (more) await(T::k_full, after, visits + 1);
             ptx::wgmma_wait<0>();
@@ -257,7 +298,7 @@ struct Warpgroup {
             if (fits) state.add(added);
             else {
                 recompute(q, stage);
-                exact(0, j, correction);
+                exact(record, false, j, correction);
                 state.rescale(acc, correction);
                 release(T::k_empty, stage);
             }
@@ -265,19 +306,14 @@ struct Warpgroup {
         round();
         ++visits;
     }
-    template <int stage_>
-    __device__ __forceinline__ void steps_from(uint32_t q, uint32_t record, int j, int low) {
-        step<false, false, stage_>(q, record, j, j > low);
-        if constexpr (stage_ + 1 < T::stages) steps_from<stage_ + 1>(q, record, j - 1, low);
-    }
-    __device__ __forceinline__ void skip() {   // a key tile that only other warpgroups see
+    __device__ __forceinline__ void skip(bool turn = true) {   // a key tile that only other warpgroups see
         const int stage = visits % T::stages;
         await(T::k_full, stage, visits);
         release(T::k_empty, stage);
-        await_turn();
+        if (turn) await_turn();
         await(T::v_full, stage, visits);
         release(T::v_empty, stage);
-        pass_turn();
+        if (turn) pass_turn();
         ++visits;
     }
     // V beyond the last key may hold another sequence's rows or anything: P is 0 there, and 0 times NaN is not.
@@ -293,13 +329,13 @@ struct Warpgroup {
                     ptx::st_shared_v4(v + panel * T::KPanel::bytes + valid * 128 + rest * 16, make_uint4(0, 0, 0, 0));
                 }
                 ptx::fence_proxy_async();
-                ptx::bar_sync(4 + group, 128);
+                ptx::bar_sync(8 + group, 128);
             }
         }
     }
 
     // ---- a tile of rows
-    __device__ __forceinline__ void run(uint32_t q, uint32_t record, int pending) {
+    __device__ __forceinline__ void run(uint32_t q, uint32_t record, int buffer, int pending) {
         const TileRecord tile = TileRecord::read(record);
         const int row = tile.position + 64 * group;   // position of the first row
         const int left = Config::left && Config::fault != ignore_window_left ? p.window_left : -1, right = Config::right ? p.window_right : -1;
@@ -312,8 +348,15 @@ struct Warpgroup {
         const int whole_begin = Config::left ? max((key_begin(row + 63) + T::block_k - 1) / T::block_k, low) : low;
         started = false;
         state.clear();
-        keep_q(q);
         int j = tile.last - 1;
+        if (tile.i0 + 64 * group >= tile.q_len) {   // none of these rows is a query
+            free_rows(pending);
+#pragma unroll 1
+            for (; j >= tile.first; --j) skip(j > tile.first);   // a tile's first key tile takes no turn
+            if constexpr (T::staged) release(T::q_empty, buffer);
+            return;
+        }
+        keep_q(q);
         if constexpr (Config::right)
 #pragma unroll 1
             for (; j >= high; --j) skip();
@@ -322,11 +365,15 @@ struct Warpgroup {
             await(T::k_full, stage, visits);
             issue_scores(q, stage);
             free_rows(pending);
+            draw_columns(record, j);
             ptx::wgmma_wait<0>();
             ptx::pin(s[0]);
             release(T::k_empty, stage);
-            float correction[2];
-            exact(record, j, correction);
+            const auto first = [&] {   // a call of its own: without, head_dim 256 with dropout spills
+                float correction[2];
+                exact(record, true, j, correction);
+            };
+            first();
             round();
             if (j > low) await(T::k_full, (visits + 1) % T::stages, visits + 1);
             clear_tail(tile.kv_len, j);
@@ -335,23 +382,18 @@ struct Warpgroup {
         }
         if constexpr (Config::right) {
 #pragma unroll 1
-            for (; j >= low && j >= whole_end; --j) step<true, true, -1>(q, record, j, j > low);
+            for (; j >= low && j >= whole_end; --j) step<true, true>(q, record, j, j > low);
             if (key_end(row) % T::block_k == 0 && j >= whole_begin) {   // the first row may have seen no key so far
-                step<false, true, -1>(q, record, j, j > low);
+                step<false, true>(q, record, j, j > low);
                 --j;
             }
         }
-        if constexpr (Config::unroll) {
 #pragma unroll 1
-            for (; visits % T::stages != 0 && j >= whole_begin; --j) step<false, false, -1>(q, record, j, j > low);
-#pragma unroll 1
-            for (; j >= whole_begin + T::stages - 1; j -= T::stages) steps_from<0>(q, record, j, low);
-        }
-#pragma unroll 1
-        for (; j >= whole_begin; --j) step<false, false, -1>(q, record, j, j > low);
+        for (; j >= whole_begin; --j) step<false, false>(q, record, j, j > low);
         if constexpr (Config::left)
 #pragma unroll 1
-            for (; j >= low; --j) step<true, true, -1>(q, record, j, j > low);
+            for (; j >= low; --j) step<true, true>(q, record, j, j > low);
+        if constexpr (T::staged) release(T::q_empty, buffer);
         {
             const int stage = (visits - 1) % T::stages;
             await(T::v_full, stage, visits - 1);
@@ -391,6 +433,7 @@ struct Warpgroup {
             float lse, top, total;
             state.finish(0, r, sink, factor[r], lse, top, total);
             if (!query) { factor[r] = 0.f; lse = -infinity; }
+            if constexpr (Config::dropout) factor[r] *= p.keep_scale;
             extra[r] = query ? poison : 0.f;
             blank[r] = factor[r] == 0.f;
             if (owned && (lane & 3) == 0) {
@@ -399,50 +442,65 @@ struct Warpgroup {
                 address<float>(p.lse)[at] = lse + extra[r];
             }
         }
-        ptx::bar_sync(4 + group, 128);   // no warp of the group reads these rows any more
-        const uint32_t rows = q + 16 * warp() * 128, to = rows + (lane & 15) * 128;
+        if constexpr (!T::staged) ptx::bar_sync(8 + group, 128);   // no warp of the group reads Q's rows any more
 #pragma unroll
-        for (int c = 0; c < C; c += 2) {
-            uint32_t words[4];
+        for (int panel = 0; panel < T::panels_v; ++panel) {
+            const uint32_t rows = T::staged ? base + T::out_at + (4 * group + warp()) * T::out_bytes + panel % max(Config::out_panels, 1) * 2048
+                                            : q + 16 * warp() * 128 + panel * T::QPanel::bytes;
+            if constexpr (T::staged) {
+                if (lane == 0) ptx::bulk_wait_read<Config::out_panels - 1>();
+                __syncwarp();
+            }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int r = i & 1;
-                const float* x = &acc[c + i / 2][2 * r];
-                words[i] = pack<Config>((blank[r] ? 0.f : x[0] * factor[r]) + extra[r], (blank[r] ? 0.f : x[1] * factor[r]) + extra[r]);
+            for (int c = 8 * panel; c < min(C, 8 * panel + 8); c += 2) {
+                uint32_t words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int r = i & 1;
+                    const float* x = &acc[c + i / 2][2 * r];
+                    words[i] = pack<Config>((blank[r] ? 0.f : x[0] * factor[r]) + extra[r], (blank[r] ? 0.f : x[1] * factor[r]) + extra[r]);
+                }
+                ptx::stmatrix_x4(rows + (lane & 15) * 128 + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
             }
-            ptx::stmatrix_x4(to + c / 8 * T::QPanel::bytes + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
-        }
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if constexpr (!Config::packed) {
-            if (lane == 0 && tile.i0 + row0 < p.seqlen_q)
-                for (int panel = 0; panel < T::panels_v; ++panel)
-                    ptx::tensor_store(rows + panel * T::QPanel::bytes, &params.out, 64 * panel, tile.i0 + row0, tile.head, tile.batch);
-            ptx::bulk_commit();
-        } else {
-            constexpr int chunks = Config::head_dim_v / 8;
-#pragma unroll 4
-            for (int index = lane; index < 16 * chunks; index += 32) {
-                const int local = index / chunks, chunk = index % chunks, i = tile.i0 + row0 + local;
-                if (i >= tile.padded_q) continue;
-                const uint4 value = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::QPanel::bytes + (((chunk & 7) ^ (local & 7)) << 4));
-                *reinterpret_cast<uint4*>(address<element>(p.out) + ((static_cast<int64_t>(tile.q_row) + i) * p.heads_q + tile.head) * Config::head_dim_v + 8 * chunk) = value;
+            if constexpr (!Config::packed) {
+                ptx::fence_proxy_async();
+                __syncwarp();
+                if (lane == 0 && tile.i0 + row0 < p.seqlen_q) ptx::tensor_store(rows, &params.out, 64 * panel, tile.i0 + row0, tile.head, tile.batch);
+                ptx::bulk_commit();
+            } else {
+                __syncwarp();
+                constexpr int all = Config::head_dim_v / 8;
+                const int chunks = min(all - 8 * panel, 8);
+#pragma unroll 1
+                for (int index = lane; index < 128; index += 32) {
+                    const int local = index / 8, chunk = index % 8, i = tile.i0 + row0 + local;
+                    if (i >= tile.padded_q || chunk >= chunks) continue;
+                    const uint4 value = ptx::ld_shared_v4(rows + local * 128 + ((chunk ^ (local & 7)) << 4));
+                    *reinterpret_cast<uint4*>(address<element>(p.out) + ((static_cast<int64_t>(tile.q_row) + i) * p.heads_q + tile.head) * Config::head_dim_v + 64 * panel + 8 * chunk) = value;
+                }
+                __syncwarp();
             }
-            __syncwarp();
         }
     }
 
     __device__ __forceinline__ void work() {
+        if constexpr (Config::dropout) {
+            if (lane == 0) {
+                ptx::st_shared_b64(random() + 4 * T::block_k, *address<const uint64_t>(p.seed));
+                ptx::st_shared_b32(random() + 4 * T::block_k + 8, dropout_above(p.dropout_threshold));
+            }
+            __syncwarp();
+        }
         if (group == T::warpgroups - 1) pass_turn();   // the first turn is the first group's
 #pragma unroll 1
         for (int count = 0;; ++count) {
             const int buffer = count % T::q_buffers;
-            const uint32_t q = base + T::q_at + buffer * T::q_bytes + 64 * group * 128, record = base + T::record_at + 48 * buffer;
+            const uint32_t q = base + T::q_at + buffer * T::q_bytes + 64 * group * 128, record = base + T::record_at + 48 * (count % T::records);
             ptx::mbarrier_wait(base + T::q_full + 8 * buffer, count / T::q_buffers & 1);
             if (static_cast<int>(ptx::ld_shared_b32(record)) < 0) break;
-            run(q, record, T::q_buffers > 1 && count > 0 ? (count - 1) % T::q_buffers : -1);
+            run(q, record, buffer, !T::staged && T::q_buffers > 1 && count > 0 ? (count - 1) % T::q_buffers : -1);
             write(q, TileRecord::read(record));   // read again rather than kept in registers
-            if constexpr (T::q_buffers == 1) free_rows(buffer);
+            if constexpr (!T::staged && T::q_buffers == 1) free_rows(buffer);
         }
         if (lane == 0) ptx::bulk_wait();
     }
@@ -469,12 +527,12 @@ __device__ __forceinline__ void kernel(const ForwardMapsParams& params) {
         ptx::mbarrier_init_fence();
     }
     __syncthreads();
-    if (warpgroup == 0) {
+    if (warpgroup == T::warpgroups) {
         ptx::give_registers<T::loading>();
         if (warp == 0 && lane == 0) load_tiles<Config>(params, base);
     } else {
         ptx::take_registers<T::computing>();
-        Warpgroup<Config>(params, base, warpgroup - 1, lane).work();
+        Warpgroup<Config>(params, base, warpgroup, lane).work();
     }
 }
 

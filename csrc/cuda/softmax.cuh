@@ -120,6 +120,33 @@ struct SoftmaxState {
             sum[m][r] = sum[m][r] * correction[r] + added;
         }
     }
+    // raise and settle of raw scores: the exponent's FMA scales them, factor > 0.
+    template <int N>
+    __device__ __forceinline__ void settle_raw(float (&s)[N][4], float (&correction)[2], float factor, int m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float top = -infinity;
+#pragma unroll
+            for (int n = 0; n < N; ++n) top = fmaxf(top, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
+            top = fmaxf(reference[m][r], top * factor);
+            const float base = top == -infinity ? 0.f : top, shift = base + headroom;
+            correction[r] = ptx::ex2_approx(reference[m][r] - base);
+            if constexpr (Config::fault == no_rescale) correction[r] = 1.f;
+            reference[m][r] = top;
+            float chains[2] = {0.f, 0.f};
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& x = s[n][2 * r + e];
+                    x = ptx::ex2_approx(fmaf(x, factor, -shift));
+                    chains[e] += x;
+                }
+            sum[m][r] = sum[m][r] * correction[r] + (chains[0] + chains[1]);
+        }
+    }
     template <int N, int C>
     __device__ __forceinline__ void settle_all(float (&s)[N][4], float (&acc)[C][4], const float (&top)[2], int m) {
         float correction[2];
