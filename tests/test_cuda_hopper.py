@@ -68,7 +68,7 @@ def test_explain_names_the_kernels() -> None:
     assert found.chosen == "cuda:sm_90"
     assert "forward_sm90" in str(found)
     assert "backward_sm90" in str(found)
-    assert "backward_sm80" in str(attnlib.explain(q, q, q, causal=True, softcap=3.0, device="sm_90"))
+    assert "backward_sm80" in str(attnlib.explain(q, q, q, bias=torch.zeros(256, 256), device="sm_90"))
     assert "forward_sm80" in str(attnlib.explain(q, q, q, device="sm_80"))
 
 
