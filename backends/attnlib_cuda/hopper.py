@@ -52,7 +52,7 @@ class ForwardConfig(Features):
         rows = self.q_buffers * self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
         barriers = 16 * self.q_buffers + 32 * self.stages
         records = 48 * (self.q_buffers + (self.out_panels > 0))
-        of_warps = 2048 * self.out_panels + (4 * self.block_k + 16 if self.dropout else 0)
+        of_warps = 2048 * self.out_panels + (4 * self.block_k + 80 if self.dropout else 0)
         return rows * 128 + -(-barriers // 16) * 16 + records + 4 * self.warpgroups * of_warps
 
 

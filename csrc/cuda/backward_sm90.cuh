@@ -203,7 +203,7 @@ struct WarpgroupBackward {
             const int sequence = ptx::ld_shared_b32(base + T::drawn_at + 8), head = Config::fault == dropout_ignores_head ? 0 : ptx::ld_shared_b32(record(visit) + 32);
             const bool odd = warp() & 1;
             const uint32_t i = ptx::ld_shared_b32(record(visit) + 36) + (T::split ? T::queries * group : 0) + (odd ? 16 * mine : 0), j = j0 + (T::split ? 0 : 64 * group) + 16 * (warp() & 2) + (lane >> 2);
-            const PhiloxColumn column = philox_column(seed, DropoutWords<Config, false, 1, 4>::group(j), head, sequence, WideProduct{});
+            const PhiloxColumn column = philox_column(seed, DropoutWords<Config, false, 1, 4>::key_group(j), head, sequence, WideProduct{});
             const uint32_t above = dropout_above(p.dropout_threshold);
             uint32_t bits[2] = {0, 0};   // of the even and of the odd warp
 #pragma unroll

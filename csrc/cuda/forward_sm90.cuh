@@ -40,7 +40,7 @@ struct WarpgroupTile {
     static constexpr int q_full = end, q_empty = q_full + 8 * q_buffers, k_full = q_empty + 8 * q_buffers, k_empty = k_full + 8 * stages;
     static constexpr int v_full = k_empty + 8 * stages, v_empty = v_full + 8 * stages, record_at = (v_empty + 8 * stages + 15) / 16 * 16;
     static constexpr bool staged = Config::out_panels > 0;   // out has rows of its own, so Q's are free before it is written
-    static constexpr int records = q_buffers + staged, random_at = record_at + 48 * records, random_bytes = Config::dropout ? 4 * block_k + 16 : 0;   // of a warp
+    static constexpr int records = q_buffers + staged, random_at = record_at + 48 * records, random_bytes = Config::dropout ? 4 * block_k + 80 : 0;   // of a warp
     static constexpr int shared_bytes = random_at + 4 * warpgroups * random_bytes;
     static constexpr bool tails = Config::lengths || Config::packed;   // other rows than zeros may follow a sequence's keys
     static_assert(!Config::dropout || (block_k % 32 == 0 && block_k <= 128), "a lane draws for one group of keys");
@@ -222,13 +222,23 @@ struct Warpgroup {
             state.raise(s[0], top, 0);
             state.settle(s[0], correction, top, 0);
         }
-        drop(record, j);
+        drop();
     }
 
-    // ---- dropout: what depends on the key alone is drawn once for the warp, while the product runs
+    // ---- dropout: what depends on the key alone is drawn once for the warp, while the product runs; what depends on the row alone, once for its rows
     __device__ __forceinline__ uint32_t random() const { return base + T::random_at + (4 * group + warp()) * T::random_bytes; }
     // Shuffled, so that the compiler knows it is the same in all lanes: keys take no registers of the lanes.
     __device__ __forceinline__ static uint64_t seed_of(uint32_t random) { return __shfl_sync(0xFFFFFFFFu, ptx::ld_shared_b64(random + 4 * T::block_k), 0); }
+    // Columns of a tile of keys | seed | what dropout_above says | rows.
+    __device__ __forceinline__ void draw_rows(uint32_t record) const {
+        if constexpr (Config::dropout) {
+            const uint32_t at = random();
+            const uint64_t seed = seed_of(at);   // all lanes shuffle
+            __syncwarp();   // the words of the rows before are drawn
+            if (lane < 8)
+                DropoutWords<Config, false, 1, 4>::put_row(at + 4 * T::block_k + 16 + 8 * lane, seed, ptx::ld_shared_b32(record + 4), ptx::ld_shared_b32(record) + 64 * group + 16 * warp() + lane);
+        }
+    }
     __device__ __forceinline__ void draw_columns(uint32_t record, int j) const {
         if constexpr (Config::dropout) {
             const uint32_t at = random();
@@ -239,16 +249,15 @@ struct Warpgroup {
             __syncwarp();
         }
     }
-    __device__ __forceinline__ void drop(uint32_t record, int j) {
+    __device__ __forceinline__ void drop() {
         if constexpr (Config::dropout) {
             const uint32_t at = random();
             const uint64_t seed = seed_of(at);
-            const int head = ptx::ld_shared_b32(record + 4), row0 = ptx::ld_shared_b32(record) + 64 * group + 16 * warp();
 #pragma unroll
             for (int n = 0; n < N / 4; ++n) {
                 DropoutWords<Config, false, 1, 4> words;
-                words.draw_row(0, seed, 0, head, row0, 0, lane, at + 128 * n);
-                words.apply(reinterpret_cast<float (&)[1][4][4]>(s[0][4 * n]), 0, at + 4 * T::block_k + 8, 0, lane, [](float) { return 0.f; });
+                words.draw_row(0, seed, at + 128 * n, at + 4 * T::block_k + 16, lane);
+                words.apply_row(reinterpret_cast<float (&)[1][4][4]>(s[0][4 * n]), 0, at + 4 * T::block_k + 8);
             }
         }
     }
@@ -289,7 +298,7 @@ struct Warpgroup {
         } else {
             scorer.template apply<false>(s, 0, 0, lane, false);
             float added[1][2];
-            const bool fits = state.without_maximum(s, added, scorer.scale, [&](int) { drop(record, j); });
+            const bool fits = state.without_maximum(s, added, scorer.scale, [&](int) { drop(); });
             if (fits) release(T::k_empty, stage);
             if (more) await(T::k_full, after, visits + 1);
             ptx::wgmma_wait<0>();
@@ -365,6 +374,7 @@ struct Warpgroup {
             await(T::k_full, stage, visits);
             issue_scores(q, stage);
             free_rows(pending);
+            draw_rows(record);
             draw_columns(record, j);
             ptx::wgmma_wait<0>();
             ptx::pin(s[0]);
