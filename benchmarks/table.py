@@ -198,7 +198,7 @@ def gpu_checks_table() -> str:
     }
     for step in value["steps"]:
         text = found.get(step["name"]) or step["status"]
-        lines.append(f"| {step['name']} | {text} | {step['seconds']:.0f} |")
+        lines.append(f"| {step['name']} | {text} | {_number(step['seconds'])} |")
     machine, versions = value["machine"], value["versions"]
     what = ", ".join(f"{name} {number}" for name, number in versions.items())
     lines += ["", f"{machine.get('gpu') or machine['cpu']}; {what}; commit {value['commit']}, {value['date']}."]
