@@ -43,14 +43,16 @@ class Workload:
         return Workload(self.shape, self.dtype, self.seqlen_q)
 
     def flops(self, direction: str) -> float:
-        """As docs/performance.md counts; features don't change the count, but a window and hidden blocks do."""
+        """As Shape.flops counts; features don't change the count, but a window and hidden blocks do."""
         s = self.shape
         if self.queries != s.seqlen:
             return 2.0 * s.batch * s.heads_q * self.queries * s.seqlen * (s.head_dim + s.head_dim_v)
-        share = float(self.options.get("block_density", 1.0))
-        if "window" in self.options:
-            share = min(1.0, sum(self.options["window"]) / s.seqlen)
-        return s.flops(direction) * share
+        if "window" not in self.options:
+            return s.flops(direction) * float(self.options.get("block_density", 1.0))
+        left, right = self.options["window"]
+        rows = torch.arange(s.seqlen)
+        seen = (rows + (0 if s.causal else right)).clamp(max=s.seqlen - 1) - (rows - left).clamp(min=0) + 1
+        return dataclasses.replace(s, causal=False).flops(direction) * float(seen.sum()) / s.seqlen**2
 
     def cache_bytes(self) -> float:
         """Bytes of keys and values, which a decoding step has to read."""

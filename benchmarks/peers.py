@@ -102,13 +102,13 @@ def sdpa(name: str, kind: str) -> Contender:
                 )
 
         forward, back = _pair(run, q, k, v, dout, backward)
-        if not work.options.get("deterministic"):
+        if back is None or not work.options.get("deterministic"):
             return forward, back
 
         def repeatable() -> Any:
             torch.use_deterministic_algorithms(True)
             try:
-                return back() if back is not None else None
+                return back()
             finally:
                 torch.use_deterministic_algorithms(False)
 

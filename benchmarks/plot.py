@@ -8,13 +8,12 @@ memory.png          bytes beyond operands and results against the sequence lengt
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import record
+from . import record, timing
 
 Series = dict[str, list[tuple[int, float]]]
 COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf", "#7f7f7f", "#bcbd22")
@@ -37,10 +36,7 @@ def speedup(result: Mapping[str, Any], baseline: str) -> dict[str, float]:
     samples: Mapping[str, Sequence[float]] = result["rounds_ms"]
     if baseline not in samples:
         return {}
-    return {
-        name: statistics.median(b / a for a, b in zip(mine, samples[baseline], strict=True))
-        for name, mine in samples.items()
-    }
+    return {name: timing.ratio(mine, samples[baseline]) for name, mine in samples.items()}
 
 
 def memory_panels(value: Mapping[str, Any]) -> dict[str, Series]:

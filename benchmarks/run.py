@@ -28,6 +28,7 @@ from .grids import Workload
 from .peers import Contender
 
 DIRECTIONS = ("forward", "backward")
+FAR = 0.02  # of a norm; roundings to bfloat16 make at most half of it, one key more in a window of 1024 makes 0.03
 PLAIN = " plain"  # behind a backend's name: the same shape without its options, in the same rounds
 
 
@@ -76,6 +77,20 @@ def verdict(work: Workload, backend: str, device: torch.device, backward: bool) 
         _free()
 
 
+def make(maker: Callable[[bool], peers.Pair], directions: Sequence[str]) -> tuple[peers.Pair | None, dict[str, str]]:
+    """A contender's calls, and why it lacks a direction: what has no backward may have a forward."""
+    refused: dict[str, str] = {}
+    try:
+        for direction in reversed(directions):
+            try:
+                return maker(direction == "backward"), refused
+            except Exception as error:
+                refused[direction] = reason(error)
+        return None, refused
+    finally:
+        _free()
+
+
 def measure(
     work: Workload, contenders: Sequence[Contender], directions: Sequence[str], timer: bench.Timer, count: int
 ) -> list[dict[str, Any]]:
@@ -92,19 +107,17 @@ def measure(
         makers |= {c.name + PLAIN: functools.partial(c.make, *plain) for c in contenders if c.ours}
     made: dict[str, peers.Pair] = {}
     refused: dict[str, dict[str, str]] = {direction: {} for direction in directions}
-    for name, make in makers.items():
+    for name, maker in makers.items():
         wrong = conformance.get(name.removesuffix(PLAIN), "passed")
         if wrong != "passed":
             for direction in directions if name in conformance else ():
                 refused[direction][name] = wrong
             continue
-        for direction in reversed(directions):  # what has no backward may have a forward
-            try:
-                made[name] = make(direction == "backward")
-                break
-            except Exception as error:
-                refused[direction][name] = reason(error)
-        _free()
+        pair, why = make(maker, directions)
+        if pair is not None:
+            made[name] = pair
+        for direction, text in why.items():
+            refused[direction][name] = text
     if "dropout_p" not in work.options:
         _same(made, mine, refused)
     records = []
@@ -116,18 +129,35 @@ def measure(
 
 
 def _same(made: dict[str, peers.Pair], mine: Sequence[str], refused: Mapping[str, dict[str, str]]) -> None:
-    """Leave out the peers whose results are far from ours: they were asked for something else."""
-    outs = {name: pair[0]() for name, pair in made.items() if not name.endswith(PLAIN)}
-    ours = next((outs[name] for name in mine if name in outs), None)
-    for name, out in outs.items():
-        if ours is None or name in mine:
-            continue
-        out = out if out.shape == ours.shape else out.transpose(1, 2)
-        off = (out.float() - ours.float()).abs().max().item()
-        if not off < 0.1:
+    """Leave out the peers whose results or gradients are far from ours: they were asked for something else."""
+    ours = next((made[name] for name in mine if name in made), None)
+    if ours is None:
+        return
+    for name in [name for name in made if name.removesuffix(PLAIN) not in mine]:
+        try:
+            off = (_distance(*results) for results in zip(_results(made[name]), _results(ours)))
+            why = next((f"its results are {x:.2g} from ours" for x in off if not x < FAR), "")
+        except Exception as error:
+            why = reason(error)
+        if why:
             del made[name]
             for reasons in refused.values():
-                reasons[name] = f"its results are {off:.2g} from ours"
+                reasons[name] = why
+
+
+def _results(pair: peers.Pair) -> Iterator[torch.Tensor]:
+    """What a contender computes: out and, where it has a backward, dq, dk and dv."""
+    yield pair[0]()
+    if pair[1] is not None:
+        yield from pair[1]()
+
+
+def _distance(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+    """Of two results in either layout, over the norm of ours: few and many keys count alike. NaN if either has one."""
+    theirs = theirs if theirs.shape == ours.shape else theirs.transpose(1, 2)
+    if theirs.shape != ours.shape:
+        raise ValueError(f"its results are {list(theirs.shape)}, ours {list(ours.shape)}")
+    return float((theirs.float() - ours.float()).norm() / ours.float().norm())
 
 
 def _free() -> None:
@@ -173,26 +203,27 @@ def entry(
 def memory(work: Workload, contenders: Sequence[Contender], directions: Sequence[str], timer: bench.Timer) -> Any:
     """Bytes allocated in one step, beyond operands and results."""
     device = timer.device
-    backward = "backward" in directions
     o = grids.draw(work, device)
     size = {name: getattr(o, name).numel() * o.q.element_size() for name in ("q", "k", "v", "dout")}
     results = {"forward": size["dout"], "backward": size["q"] + size["k"] + size["v"]}
     found: dict[str, dict[str, int]] = {direction: {} for direction in directions}
-    refused: dict[str, str] = {}
+    refused: dict[str, dict[str, str]] = {direction: {} for direction in directions}
     for contender in contenders:
-        try:
-            pair = contender.make(work, o, backward)
-            for direction in directions:
-                call = pair[DIRECTIONS.index(direction)]
-                if call is not None:
+        pair, why = make(functools.partial(contender.make, work, o), directions)
+        for direction in directions:
+            if direction in why:
+                refused[direction][contender.name] = why[direction]
+            call = pair and pair[DIRECTIONS.index(direction)]
+            if call is not None:
+                try:
                     found[direction][contender.name] = timing.extra_bytes(call, device) - results[direction]
-            del pair
-        except Exception as error:
-            refused[contender.name] = reason(error)
+                except Exception as error:
+                    refused[direction][contender.name] = reason(error)
+        call = pair = None
         _free()
     return [
         {"workload": str(work), "seqlen": work.shape.seqlen, "direction": direction, "extra_bytes": found[direction],
-         "refused": refused}
+         "refused": refused[direction]}
         for direction in directions
     ]  # fmt: skip
 
@@ -203,7 +234,8 @@ def memory(work: Workload, contenders: Sequence[Contender], directions: Sequence
 def line(value: Mapping[str, Any], mine: Sequence[str]) -> str:
     """One row for the terminal: ours, then each peer with the ratio to it."""
     if "extra_bytes" in value:
-        shown = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in value["extra_bytes"].items())
+        sizes = [f"{name} {size / 2**20:.1f} MiB" for name, size in value["extra_bytes"].items()]
+        shown = ", ".join(sizes + [f"{name}: {why[:80]}" for name, why in value["refused"].items()])
         return f"{value['workload']:<36} {value['direction']:<8} {shown}"
     unit = "gbs" if "gbs" in value else "tflops"
     parts = []
@@ -281,6 +313,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = set(options.directions.split(","))
     if given - set(DIRECTIONS):
         parser.error(f"--directions: needs forward, backward or both, got {options.directions!r}")
+    if "decode" in chosen and "forward" not in given:
+        parser.error("--directions: decoding has no backward")
+    for name in chosen:
+        if not any(_picked(str(work), options.only) for work in grids.GRIDS[name]()):
+            parser.error(f"--only: nothing in {name} is called {' or '.join(options.only)}")
+    if options.rounds < 1:
+        parser.error(f"--rounds: needs at least 1, got {options.rounds}")
     device = gpu()
     if device is None:
         print("benchmarks.run: needs a GPU", file=sys.stderr)
@@ -348,8 +387,7 @@ def write(
         "absent": {peer.name: peer.missing for peer in found if peer.missing},
         "ceilings": dict(zip(("before", "after"), ceilings)),
         "to_be_repeated": timing.slowed(bench.machine(device).get("gpu", ""), *ceilings),
-        "not_measured": [name for name in order if _picked(name, options.only)
-                         and name not in {value["workload"] for value in results}],
+        "not_measured": [name for name in order if name not in {value["workload"] for value in results}],
         "summary": summarise(results), "results": results,
     }  # fmt: skip
     record.write_to(path_of(grid, options.backends, options.output), value)

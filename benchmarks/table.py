@@ -17,6 +17,7 @@ from typing import Any
 
 from . import record
 from .run import PLAIN
+from .timing import geometric_mean
 
 DOCUMENTS = ("README.md", "docs/performance.md")
 NOT_MEASURED = "Not measured yet."
@@ -52,7 +53,7 @@ def cpu_table() -> str:
                 found.append(ratio)
             cells += [_number(mine), _number(theirs), "-" if ratio is None else f"{ratio:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
-    means = [f"{direction} {_mean(found):.2f}" for direction, found in ratios.items() if found]
+    means = [f"{direction} {geometric_mean(found):.2f}" for direction, found in ratios.items() if found]
     least = min((ratio for found in ratios.values() for ratio in found), default=math.nan)
     lines += ["", f"GFLOP/s. Geometric mean of the ratios: {', '.join(means)}; the lowest ratio is {least:.2f}."]
     lines += ["", _origin(value)]
@@ -198,7 +199,7 @@ def gpu_checks_table() -> str:
     }
     for step in value["steps"]:
         text = found.get(step["name"]) or step["status"]
-        lines.append(f"| {step['name']} | {text} | {step['seconds']:.0f} |")
+        lines.append(f"| {step['name']} | {text} | {_number(step['seconds'])} |")
     machine, versions = value["machine"], value["versions"]
     what = ", ".join(f"{name} {number}" for name, number in versions.items())
     lines += ["", f"{machine.get('gpu') or machine['cpu']}; {what}; commit {value['commit']}, {value['date']}."]
@@ -240,10 +241,6 @@ MAKERS: Mapping[str, Callable[[], str]] = {
 
 def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def render(text: str, makers: Mapping[str, Callable[[], str]] = MAKERS) -> str:

@@ -267,6 +267,61 @@ def test_a_peer_that_was_asked_for_something_else_is_left_out() -> None:
     assert "full: its results" in run.line(value, ["cpu"])
 
 
+@pytest.mark.parametrize("wrong", [0.0, float("nan")])
+def test_a_peer_with_wrong_results_or_gradients_is_left_out(wrong: float) -> None:
+    """Of many keys, where everything is small; and a peer whose forward alone is right."""
+    from benchmarks import grids, peers, run
+
+    (math,) = peers.peers(["math"])
+
+    def forward(work: Any, o: Any, backward: bool) -> Any:
+        return (lambda: o.q * wrong), None
+
+    def gradients(work: Any, o: Any, backward: bool) -> Any:
+        right, back = math.make(work, o, backward)
+        return right, back and (lambda: (*back()[:2], o.v.transpose(1, 2) * wrong))
+
+    work, timer = (
+        grids.Workload(bench.Shape.parse("B1 S1024 H2 D16 full"), "float32"),
+        bench.Timer(torch.device("cpu"), 1e-4),
+    )
+    contenders = [peers.ours("cpu"), math, peers.Contender("out", forward), peers.Contender("dv", gradients)]
+    for value in run.measure(work, contenders, ("forward", "backward"), timer, 3):
+        assert set(value["median_ms"]) == {"cpu", "torch math"}
+        assert all("from ours" in value["refused"][name] for name in ("out", "dv"))
+
+
+def test_a_peer_that_cannot_repeat_its_backward_has_none() -> None:
+    from benchmarks import grids, peers
+
+    work = grids.Workload(bench.Shape.parse(SMALL), "float32", options={"deterministic": True})
+    (fa2,) = peers.peers(["fa2"])
+    forward, backward = fa2.make(work, grids.draw(work, torch.device("cpu")), False)
+    assert forward().shape == (1, 2, 64, 16) and backward is None
+
+
+def test_flops_of_a_window() -> None:
+    from benchmarks import grids
+
+    for kind, window, right in (("causal", (3, 0), 0), ("causal", (3, 9), 0), ("full", (3, 2), 2)):
+        work = grids.Workload(bench.Shape.parse(f"B1 S16 H1 D4 {kind}"), options={"window": window})
+        pairs = sum(i - 3 <= j <= i + right for i in range(16) for j in range(16))
+        assert work.flops("forward") == 2.0 * pairs * 8
+
+
+def test_memory_says_who_was_refused() -> None:
+    from benchmarks import grids, peers, run
+
+    def refuse(work: Any, o: Any, backward: bool) -> Any:
+        raise peers.Unsupported("not this")
+
+    works, timer = [grids.memory()[0]], bench.Timer(torch.device("cpu"), 1e-4)
+    shown: list[str] = []
+    found = run.run(works, [peers.Contender("no", refuse)], run.DIRECTIONS, timer, count=1, only_memory=True,
+                    show=shown.append)  # fmt: skip
+    assert [value["refused"] for value in found] == [{"no": "not this"}] * 2 and all("no: not this" in x for x in shown)
+
+
 class FakeFlash:
     """The interface of the packages of FlashAttention; it remembers what it was given."""
 
@@ -332,8 +387,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run.main([*given[2:], "--output", str(tmp_path), "--time-limit", "0"]) == 1
     value = json.loads((tmp_path / "gpu-training-cpu.json").read_text())
     assert value["to_be_repeated"] == "slow" and value["not_measured"] == [str(plain)]
-    with pytest.raises(SystemExit):
-        run.main(["--grid", "nothing"])
+    wrong = (["--grid", "nothing"], ["--grid", "decode", "--directions", "backward"], ["--only", "no such"],
+             ["--rounds", "0"])  # fmt: skip
+    for flags in wrong:
+        with pytest.raises(SystemExit):
+            run.main(flags)
+        assert flags[-2] in capsys.readouterr().err
+    partial = ["--only", str(option), *given[2:], "--grid", "features", "--output", str(tmp_path)]
+    assert run.main(partial) == 1  # slow
+    assert json.loads((tmp_path / "gpu-features-cpu.json").read_text())["not_measured"] == [str(plain)]
 
 
 def test_unknown_peer() -> None:

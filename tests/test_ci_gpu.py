@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -35,6 +36,13 @@ def test_lists_its_steps() -> None:
         "tests",
     ]
     assert "no step named nothing" in run("--only", "nothing").stderr
+
+
+@pytest.mark.parametrize(("backend", "names"), [("cupy", {"simt"}), ("triton", {"forward", "rows"}), ("yours", set())])
+def test_the_sanitizer_watches_the_kernels_of_the_backend(backend: str, names: set[str]) -> None:
+    out = run("--list", "--only", "memcheck", "--backend", backend).stdout
+    found = set(re.findall(r"kns=(\w+)", out))
+    assert names <= found and "sm80" not in found and bool(found) == bool(names)
 
 
 def test_says_that_there_is_no_gpu(tmp_path: Path) -> None:
@@ -169,6 +177,17 @@ def test_stress_names_what_does_not_repeat(
     assert stress.main(SMALL) == 1
     report = json.loads(capsys.readouterr().out.rsplit("FAILED", 1)[0])
     assert list(report["not_repeated"].values()) == [1]
+
+
+def test_stress_draws_its_problems_in_several_processes_first(
+    stress: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    honest = subprocess.Popen
+    monkeypatch.setattr(stress.subprocess, "Popen", lambda command: (started.append(command), honest(command))[1])
+    given = [*SMALL, "--jobs", "2", "--launches", "3", "--problems", "2", "--report", str(tmp_path / "x.json")]
+    assert stress.main(given) == 0
+    assert [command[1:] for command in started] == [[stress.__file__, *given, "--share", f"{n}/2"] for n in range(2)]
 
 
 def test_stress_fails_with_too_few_calls(stress: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

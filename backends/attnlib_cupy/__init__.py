@@ -31,13 +31,9 @@ class CupyBackend(BackendBase):
         """Faults of the kernels that config={"fault": name} compiles in, and the checks that are likely to see them."""
         from attnlib.conformance.faults import Fault
 
-        killers = {
-            "no_rescale": "forward/ramp_up", "ignore_window_left": "visible/window",
-            "drop_last_partial_key_block": "visible/plain", "head_mod": "forward/gqa",
-            "skip_delta": "backward/plain", "dropout_ignores_head": "dropout/mask-0.5",
-            "leak_past_kv_len": "visible/lengths", "dv_scale": "backward/plain", "scale": "forward/plain",
-        }  # fmt: skip
-        return {name: Fault(name.replace("_", " "), (check,)) for name, check in killers.items()}
+        from . import config
+
+        return {name: Fault(name.replace("_", " "), (check,)) for name, check in config.KILLERS.items()}
 
     def available(self, family: str, target: Target) -> tuple[Refusal, ...]:
         from . import device

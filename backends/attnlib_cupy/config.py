@@ -17,10 +17,13 @@ from attnlib.problem import AttentionProblem
 
 THREADS = 128
 SHORT = 4  # queries for which reading the keys is everything
-FAULTS = (
-    "", "no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "skip_delta",
-    "dropout_ignores_head", "leak_past_kv_len", "dv_scale", "scale",
-)  # fmt: skip
+KILLERS = {  # faults in the order of `Fault` in csrc/cuda/params_simt.cuh, and a check that is likely to see each
+    "no_rescale": "forward/ramp_up", "ignore_window_left": "visible/window",
+    "drop_last_partial_key_block": "visible/plain", "head_mod": "forward/gqa",
+    "skip_delta": "backward/plain", "dropout_ignores_head": "dropout/mask-0.5",
+    "leak_past_kv_len": "visible/lengths", "dv_scale": "backward/plain", "scale": "forward/plain",
+}  # fmt: skip
+FAULTS = ("", *KILLERS)
 
 # Bytes of shared memory a block may have, for devices that are only named; what is not listed has the first figure.
 _SHARED = {

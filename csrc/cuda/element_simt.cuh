@@ -33,20 +33,18 @@ __device__ __forceinline__ float power(float x) {
 }
 __device__ __forceinline__ double power(double x) { return exp(x); }
 // A product that is rounded by itself: scores are the same to the bit in forward and backward, with and without dropout.
-__device__ __forceinline__ float rounded_product(float a, float b) {
 #if defined(__CUDACC__)
-    return __fmul_rn(a, b);
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 #else
-    return a * b;
+template <class T>
+__device__ __forceinline__ T rounded_product(T a, T b) {
+#if defined(__clang__)
+#pragma clang fp contract(off)
 #endif
-}
-__device__ __forceinline__ double rounded_product(double a, double b) {
-#if defined(__CUDACC__)
-    return __dmul_rn(a, b);
-#else
     return a * b;
-#endif
 }
+#endif
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
 __device__ __forceinline__ double logarithm(double x) { return log(x); }
 __device__ __forceinline__ float tangent(float x) { return tanhf(x); }
