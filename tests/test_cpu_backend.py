@@ -199,6 +199,21 @@ def test_lengths_that_do_not_fit_give_nan_and_touch_nothing(page_size):
     assert int(changed) == 2 * (4 - len(bad))
 
 
+def test_one_plan_serves_caches_of_any_number_of_pages():
+    torch.manual_seed(25)
+    problem = AttentionProblem(F32, 1, 1, 12, 2, 2, 8, 8, 0.3, lengths=True, page_size=4)
+    plan = plan_of(problem)
+    for pages, width in ((3, 3), (9, 8), (2, 1), (3, 3)):
+        tensors = Tensors(
+            normal(1, 1, 2, 8), normal(pages, 4, 2, 8), normal(pages, 4, 2, 8), None, None,  # type: ignore[arg-type]
+            kv_lens=torch.tensor([4 * width], dtype=torch.int32),
+            page_table=torch.randperm(pages)[:width].to(torch.int32).view(1, width),
+        )  # fmt: skip
+        assert_close(problem, run(plan, problem, tensors), run(ReferencePlan(), problem, tensors))
+        tensors.page_table = torch.full((1, width), pages, dtype=torch.int32)
+        assert run(plan, problem, tensors).out.isnan().all()  # there is no page of that number
+
+
 # ---------------------------------------------------------------- NaN, Inf and extremes
 
 
@@ -413,7 +428,7 @@ def test_faults_are_seen_where_queries_are_few(family):
     tensors.k *= torch.linspace(0.2, 3.0, 1500, dtype=F64).view(1, 1500, 1, 1)
     problem, tensors = lengths(problem, tensors, [2, 1], [1500, 1200])
     tensors.k[1, 1200:], tensors.v[1, 1200:] = 1.0, 1.0
-    faults = {"no_rescale", "ignore_window_left", "drop_last_partial_key_block", "head_mod", "leak_past_kv_len",
+    faults = {"no_rescale", "ignore_window_left", "drop_last_partial_key_block", "leak_past_kv_len",
               "softcap_after_bias", "sink_forgotten", "parts_unscaled"}  # fmt: skip
     assert survivors(problem, tensors, family, faults) == set()
 

@@ -185,11 +185,12 @@ def test_running_out_of_memory_is_an_exception():
         + """
     go(64)
     used = int(open("/proc/self/statm").read().split()[0]) * 4096
-    q = torch.zeros(1, 1, 1, 8).expand(1, 1 << 22, 1, 8)  # its dq sum alone needs 256 MiB
+    q, k = torch.zeros(1, 1, 1, 8).expand(1, 1 << 22, 1, 8), torch.zeros(1, 512, 1, 8)
     lse = torch.zeros(1, 1, 1 << 22)
-    problem = AttentionProblem(torch.float32, 1, 1 << 22, 0, 1, 1, 8, 8, 1.0, grads=("q",))
+    # keys of more than one block: the sum of dq alone needs 256 MiB
+    problem = AttentionProblem(torch.float32, 1, 1 << 22, 512, 1, 1, 8, 8, 1.0, grads=("q",))
     plan = attnlib_cpu.backend.plan(problem, FAMILY, Target("cpu", "x86_64"))
-    t = Tensors(q, torch.zeros(1, 0, 1, 8), torch.zeros(1, 0, 1, 8), q, lse, dout=q, dq=q)
+    t = Tensors(q, k, k, q, lse, dout=q, dq=q)
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), -1))
     try:
         plan.backward(problem, t)

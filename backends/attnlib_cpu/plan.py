@@ -43,6 +43,15 @@ def _operands(problem: AttentionProblem) -> tuple[tuple[str, ...], tuple[str, ..
     return names[: names.index("dout")], names
 
 
+def _sizes(tensors: Tensors) -> tuple[int, ...]:
+    """What the scalars hold that is not in the problem: pages, pages of a sequence, new tokens; () for none of them."""
+    table, fresh = tensors.page_table, tensors.k_new
+    if table is None and fresh is None:
+        return ()
+    pages = (0, 0) if table is None else (tensors.k.shape[0], table.shape[1])
+    return (*pages, 0 if fresh is None else fresh.shape[1])
+
+
 def _addresses(tensors: Tensors, names: tuple[str, ...]) -> tuple[Any, ...]:
     fields = tensors.__dict__
     return tuple([None if (x := fields[name]) is None else (x.data_ptr(), x.stride()) for name in names])
@@ -112,27 +121,28 @@ class CpuPlan:
         self._module = module
         self._family = family
         self._config = (block_q, block_k, fault)
-        self._forms: dict[int, _Form] = {}  # by id of the problem, which each keeps alive
+        self._forms: dict[tuple[int, ...], _Form] = {}  # by id of the problem, which each keeps alive, and _sizes
 
     def forward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         """Fill out, lse and stats; append k_new and v_new first."""
-        form = self._forms.get(id(problem)) or self._form(problem, tensors)
+        form = self._form(problem, tensors)
         form.call.forward(get_num_threads(), _addresses(tensors, form.forward))
 
     def backward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         """Fill the gradients that are not None."""
-        form = self._forms.get(id(problem)) or self._form(problem, tensors)
+        form = self._form(problem, tensors)
         form.call.backward(get_num_threads(), _addresses(tensors, form.backward))
 
     def _form(self, problem: AttentionProblem, tensors: Tensors) -> _Form:
-        table, fresh = tensors.page_table, tensors.k_new
-        pages = (0, 0) if table is None else (tensors.k.shape[0], table.shape[1])
-        scalars = _scalars(problem, self._config, *pages, 0 if fresh is None else fresh.shape[1])
-        forward, backward = _operands(problem)
-        call = self._module.Call(self._family, scalars, tuple([_INDEX[name] for name in backward]))
-        form = _Form(problem, call, forward, backward)
-        if table is None and fresh is None:  # else sizes of operands are among the scalars
+        sizes = _sizes(tensors)
+        key = (id(problem), *sizes)
+        form = self._forms.get(key)
+        if form is None:
+            forward, backward = _operands(problem)
+            scalars = _scalars(problem, self._config, *sizes)
+            call = self._module.Call(self._family, scalars, tuple([_INDEX[name] for name in backward]))
+            form = _Form(problem, call, forward, backward)
             if len(self._forms) >= _FORMS:
                 self._forms.clear()
-            self._forms[id(problem)] = form
+            self._forms[key] = form
         return form

@@ -115,6 +115,7 @@ struct Call {
             which.push_back(static_cast<int>(at));
         }
     }
+
     void run(bool backward, int threads, const py::tuple& operands) const {
         const size_t count = static_cast<size_t>(PyTuple_GET_SIZE(operands.ptr()));
         if (count > which.size()) fail("too many operands");

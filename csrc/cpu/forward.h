@@ -277,7 +277,6 @@ template <class T> struct Forward {
             for (int64_t d = 0; d < p.dim_v; ++d) out[d] += weight * w.value[d];
         }
     }
-
 };
 
 }  // namespace

@@ -11,7 +11,6 @@
 #include "../common/types.h"
 #undef ATTNLIB_FN
 #define ATTNLIB_FN inline __attribute__((always_inline))
-#include "../common/philox.h"
 #include "../common/window.h"
 
 namespace attnlib {

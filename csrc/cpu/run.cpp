@@ -224,7 +224,7 @@ const Kernels& cut_forward(Params& p, int family, int& threads, int64_t queries,
     if (work_of(p) < 2e6) threads = 1;
     // backward repeats the scores of the other kernel: the same order of additions, else exp(s - lse) is off where |s| is large
     const bool plain = !p.grads && p.block_q == 0 && p.block_k == 0 && !p.dropout_threshold && p.mask_block_k == 0;
-    if (plain && queries <= kFewQueries && queries * p.group() <= kFewRows && !p.has(Fault::head_mod)) {
+    if (plain && queries <= kFewQueries && queries * p.group() <= kFewRows) {
         p.chunk = kChunk, p.block_q = std::max<int64_t>(1, queries), p.block_k = 64, p.share = p.group();
         return kernels_for(family, p.q.dtype, true);
     }
