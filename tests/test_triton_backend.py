@@ -95,7 +95,8 @@ def test_maps_are_used_where_they_were_found_faster():
             assert with_maps("sm_90", kernel, head_dim=dim, head_dim_v=dim)
             assert not with_maps("sm_80", kernel, head_dim=dim, head_dim_v=dim)
         for values in ({"head_dim": 80}, {"head_dim_v": 256}, {"bias": torch.float32}, {"mask": True},
-                       {"dtype": torch.float32}, {"window": (5, 5)}):  # fmt: skip
+                       {"dtype": torch.float32}, {"window": (5, 5)},
+                       {"packed": True, "total_q": 64, "total_k": 64}):  # fmt: skip
             assert not with_maps("sm_90", kernel, **values)
     assert not with_maps("sm_90", seqlen_q=64)
 

@@ -206,8 +206,8 @@ def mappable(problem: AttentionProblem, arch: Arch) -> bool:
     """Whether the copy engine of sm_90 can fetch tiles: rows as wide as they are held, and tiles to be seen whole."""
     plain = problem.bias is None and not (problem.mask or problem.alibi) and problem.block_mask is None
     whole = all(chunks(dim) == (dim, 0) for dim in (problem.head_dim, problem.head_dim_v))
-    unpaged = problem.page_size is None and problem.window.left is None
-    return arch.name == "sm_90" and problem.dtype.itemsize == 2 and plain and whole and unpaged
+    dense = not problem.packed and problem.page_size is None and problem.window.left is None
+    return arch.name == "sm_90" and problem.dtype.itemsize == 2 and plain and whole and dense
 
 
 class Shape(NamedTuple):

@@ -49,11 +49,6 @@ def _mappable(x: torch.Tensor) -> bool:
     return apart and x.stride(-1) == 1 and x.numel() > 0 and x.data_ptr() % 16 == 0
 
 
-def _mapped(x: torch.Tensor, packed: bool) -> torch.Tensor:
-    """[batch, heads, rows, dim] of an operand."""
-    return (x.unsqueeze(0) if packed else x).transpose(1, 2)
-
-
 class _Kernels(NamedTuple):
     """Configurations of the kernels that work on tiles of scores; gradients by name."""
 
@@ -320,5 +315,5 @@ class _Call:
             "cap": 0.0 if cap is None else cap * unit,
             "keep_scale": 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0,
             "rows_all": t.lse.numel(),
-            **{name: None if x is None else _mapped(x, problem.packed) for name, x in mapped.items()},
+            **{name: None if x is None else x.transpose(1, 2) for name, x in mapped.items()},
         }  # fmt: skip
