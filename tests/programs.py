@@ -12,8 +12,8 @@ CI = Path(__file__).resolve().parent.parent / "ci"
 
 
 def load(name: str) -> ModuleType:
-    """ci/name, which has no suffix."""
-    loader = importlib.machinery.SourceFileLoader(f"ci_{name}", str(CI / name))
+    """ci/name."""
+    loader = importlib.machinery.SourceFileLoader(f"ci_{Path(name).stem}", str(CI / name))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 import itertools
 import json
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import programs
 import pytest
 import torch
 from tiny_kernel import SPEC, Config, csrc, folder  # noqa: F401 (fixtures)
@@ -25,7 +25,6 @@ from attnlib_cuda import compile as compiler
 from attnlib_cuda import jit, nvrtc, shipped
 from attnlib_cuda.matrix import ARCHS, Matrix, covering, label, thorough
 
-ROOT = Path(__file__).resolve().parents[1]
 COMPILER: Any = compiler
 
 
@@ -226,12 +225,7 @@ def test_common_problems() -> None:
 
 @pytest.fixture
 def matrix_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compile_matrix", ROOT / "ci/compile_matrix.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compile_matrix"] = module
-    spec.loader.exec_module(module)
-    return module
+    return programs.load("compile_matrix.py")
 
 
 def simple(arch: str, values: Mapping[str, Any]) -> list[jit.KernelSpec]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,9 @@ from attnlib.backend import RefusalCode, Target
 from attnlib.errors import UnsupportedError
 from attnlib.problem import AttentionProblem
 from attnlib_triton import archs, config
+from attnlib_triton.compile import operands
+from attnlib_triton.launch import Spec
+from attnlib_triton.plan import TritonPlan
 
 ARCHS = (*archs.AMD, "sm_80", "sm_86", "sm_90", "sm_120")
 Q = torch.zeros(2, 64, 4, 64, dtype=torch.bfloat16)
@@ -80,6 +85,41 @@ def test_a_bias_takes_shared_memory():
     assert more == config.shared_bytes(problem(), known("sm_90"), shape) + 2 * 128 * 128 * 8
 
 
+def test_maps_are_used_where_they_were_found_faster():
+    def with_maps(name: str, kernel: str = "forward", **values: object) -> bool:
+        p, arch = problem(**values), known(name)
+        return (config.forward(p, arch) if kernel == "forward" else config.gradient(p, arch, kernel))[0].maps
+
+    for kernel in ("forward", "query_gradient", "key_gradient"):
+        for dim in (16, 64, 128):
+            assert with_maps("sm_90", kernel, head_dim=dim, head_dim_v=dim)
+            assert not with_maps("sm_80", kernel, head_dim=dim, head_dim_v=dim)
+        for values in ({"head_dim": 80}, {"head_dim_v": 256}, {"bias": torch.float32}, {"mask": True},
+                       {"dtype": torch.float32}, {"window": (5, 5)},
+                       {"packed": True, "total_q": 64, "total_k": 64}):  # fmt: skip
+            assert not with_maps("sm_90", kernel, **values)
+    assert not with_maps("sm_90", seqlen_q=64)
+
+
+def test_operands_that_the_copy_engine_cannot_fetch_are_read_by_pointers():
+    p = problem(grads=("q", "k", "v"))
+    launched: list[Spec] = []
+    plan = TritonPlan(p, target("sm_90"), None, lambda spec, *_: launched.append(spec))
+    for tensors in operands(p):
+        for k in (tensors.k, torch.empty(2, 1, 2, 64, dtype=p.dtype, device="meta").expand(2, 300, 2, 64)):
+            launched.clear()
+            plan.forward(p, replace(tensors, k=k))
+            plan.backward(p, replace(tensors, k=k))
+            found = {spec.kernel: (spec.config, spec.launch) for spec in launched}
+            maps = k is tensors.k
+            for kernel in ("forward", "query_gradient", "key_gradient"):
+                chosen, with_ = found[kernel]
+                choose = config.forward if kernel == "forward" else partial(config.gradient, kernel=kernel)
+                wanted, its = choose(p, known("sm_90"), shape={"maps": maps})
+                assert chosen.maps is maps and with_ == its
+                assert (chosen.block_m, chosen.block_n) == (wanted.block_m, wanted.block_n)
+
+
 def test_float32_scores_are_exact_and_natural_unless_tf32_is_allowed():
     for tf32 in (False, True):
         chosen, _ = config.forward(problem(dtype=torch.float32, tf32=tf32), known("sm_90"))
@@ -98,12 +138,18 @@ def test_size_classes_are_few():
     "wanted",
     [
         {"block_m": 24}, {"block_n": 16}, {"stages": 99}, {"fault": "none such"}, {"num_splits": 0},
-        {"num_splits": "3"}, {"query_gradient": {"rows": 16}},
+        {"num_splits": "3"}, {"query_gradient": {"rows": 16}}, {"registers": 256}, {"maps": 1},
     ],
 )  # fmt: skip
 def test_a_config_that_does_not_fit_is_refused(wanted: dict[str, object]):
     with pytest.raises(UnsupportedError, match="triton: config: "):
         attnlib_triton.backend.plan(problem(), "", target("sm_90"), wanted)
+
+
+@pytest.mark.parametrize(("arch", "wanted"), [("sm_80", {"maps": True}), ("gfx942", {"registers": 128})])
+def test_what_an_architecture_does_not_have_is_refused(arch: str, wanted: dict[str, object]):
+    with pytest.raises(UnsupportedError, match="triton: config: "):
+        attnlib_triton.backend.plan(problem(), "", target(arch), wanted)
 
 
 def test_keys_are_not_shared_out_where_the_backward_needs_the_row_sums():

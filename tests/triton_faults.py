@@ -45,14 +45,14 @@ EDITS = {
         ("forward/ramp_up/float32",),
     ),
     "window_right_off_by_one": Edit(
-        "tile", "(apart <= scalars.right)", "(apart <= scalars.right + 1)", ("visible/causal",)
+        "scores", "scalars.right + 1), stop)", "scalars.right + 2), stop)", ("visible/causal",)
     ),
-    "window_left_off_by_one": Edit("tile", "(apart >= -scalars.left)", "(apart > -scalars.left)", ("visible/window",)),
+    "window_left_off_by_one": Edit("scores", "place.j >= place.i", "place.j > place.i", ("visible/window",)),
     "last_keys_dropped": Edit(
-        "tile", "    stop = seq.kv_len\n    whole", "    stop = seq.kv_len // C.block_n * C.block_n\n    whole",
+        "tokens", "    stop = seq.kv_len\n    whole", "    stop = seq.kv_len // C.block_n * C.block_n\n    whole",
         ("visible/plain",),
     ),
-    "scale_off": Edit("tile", "Scalars(factor, cap,", "Scalars(factor * 1.001, cap,", ("forward/plain/float32",)),
+    "scale_off": Edit("call", "Scalars(factor, cap,", "Scalars(factor * 1.001, cap,", ("forward/plain/float32",)),
     "head_modulo": Edit("forward", "kv_head = unit // group", "kv_head = unit % (heads_q // group)", ("forward/gqa",)),
     "sinks_weigh_nothing": Edit(
         "forward", 'm = tl.where(ok, sink, float("-inf"))\n        total = tl.where(m == float("-inf"), 0.0, 1.0)',
@@ -60,7 +60,7 @@ EDITS = {
         ("forward/sinks/float32",),
     ),
     "page_edge_off_by_one": Edit(
-        "tile", "j % call.page_size * rows.i", "(j + 1) % call.page_size * rows.i", ("forward/paged/float32",)
+        "chunks", "j % call.page_size * rows.i", "(j + 1) % call.page_size * rows.i", ("forward/paged/float32",)
     ),
     "append_forgets_v": Edit("forward", "j, ok, True, C)", "j, ok & (j < 0), True, C)", ("AB-023", "forward/append")),
     "parts_not_rescaled": Edit(
@@ -75,11 +75,11 @@ EDITS = {
     ),
     "bias_gradient_not_summed": Edit("backward", "acc += ds", "acc = ds", ("backward/bias-broadcast-rows",)),
     "dropout_ignores_head": Edit(
-        "tile", "_philox(column, row, tl.cast(place.head0, tl.uint32)", "_philox(column, row, tl.cast(0, tl.uint32)",
+        "dropout", "_philox(column, row, tl.cast(place.head0, tl.uint32)", "_philox(column, row, tl.cast(0, tl.uint32)",
         ("dropout/mask-0.5",),
     ),
     "dropout_transposed_alike": Edit(
-        "tile", "(2, 4, 5, 3, 0, 6, 1)", "(2, 5, 4, 3, 0, 6, 1)", ("dropout/backward_mask",)
+        "dropout", "(2, 4, 5, 3, 0, 6, 1)", "(2, 5, 4, 3, 0, 6, 1)", ("dropout/backward_mask",)
     ),
 }  # fmt: skip
 

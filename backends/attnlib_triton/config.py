@@ -88,7 +88,6 @@ class ForwardConfig(Features):
     sinks: bool
     stats: bool
     split: bool = False
-    lag: bool = False  # with maps: a tile's product with v runs beside the next tile's exponentials
     flip: bool = False  # the scale is negative, and q gets its sign
 
 
@@ -207,12 +206,12 @@ def mappable(problem: AttentionProblem, arch: Arch) -> bool:
     """Whether the copy engine of sm_90 can fetch tiles: rows as wide as they are held, and tiles to be seen whole."""
     plain = problem.bias is None and not (problem.mask or problem.alibi) and problem.block_mask is None
     whole = all(chunks(dim) == (dim, 0) for dim in (problem.head_dim, problem.head_dim_v))
-    unpaged = problem.page_size is None and problem.window.left is None
-    return arch.name == "sm_90" and problem.dtype.itemsize == 2 and plain and whole and unpaged
+    dense = not problem.packed and problem.page_size is None and problem.window.left is None
+    return arch.name == "sm_90" and problem.dtype.itemsize == 2 and plain and whole and dense
 
 
 class Shape(NamedTuple):
-    """A tile and how it is worked on: as in Features, Launch and ForwardConfig; maps, lag: where that is possible."""
+    """A tile and how it is worked on, as in Features and Launch."""
 
     block_m: int
     block_n: int
@@ -220,7 +219,31 @@ class Shape(NamedTuple):
     stages: int
     registers: int = 0
     maps: bool = False
-    lag: bool = False
+
+
+# On sm_90 with maps, for the larger head_dim up to so many: a window without and with an upper end. The fastest, or
+# within 1% of it, on an H200 in bfloat16 with 4096 keys and head_dim 64 and 128: benchmarks/results/triton_sweep.json
+_MAPPED = {
+    ("forward", 64): (Shape(64, 128, 4, 3), Shape(64, 64, 4, 3)),
+    ("forward", 128): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 3)),
+    ("query_gradient", 64): (Shape(64, 64, 4, 3), Shape(64, 64, 4, 3)),
+    ("query_gradient", 128): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
+    ("key_gradient", 64): (Shape(64, 64, 4, 3), Shape(32, 64, 4, 3, registers=168)),
+    ("key_gradient", 128): (Shape(64, 64, 4, 2), Shape(32, 64, 4, 3)),
+}
+
+
+def _mapped_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list[Shape]:
+    """Shapes with maps, where those are possible and were found to be faster."""
+    if not mappable(problem, arch) or (kernel == "forward" and rows(problem) < 128):
+        return []
+    dim = max(problem.head_dim, problem.head_dim_v)
+    found = _MAPPED.get((kernel, 64 if dim <= 64 else dim))
+    if found is None:
+        return []
+    shape = found[problem.window.right is not None]._replace(maps=True)
+    plain = problem.softcap is None and problem.dropout_threshold == 0  # else fewer registers were not tried
+    return [shape if plain else shape._replace(registers=0)]
 
 
 def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[tuple[Any, ...]]:
@@ -238,11 +261,11 @@ def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[tuple[Any, ..
     if single:
         return [(64, 32, 4, s) for s in (2, 1)] + [(32, 32, 4, 1)]
     small_tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)]
-    if dim <= 64:  # measured on an H200
+    if dim <= 64:  # measured on an H200, as what follows for 128 is
         first = (64, 128, 4, 3) if problem.window.right is None else (128, 64, 4, 3)
         return [first, (128, 64, 4, 3), (128, 64, 4, 2), *small_tiles]
     if dim <= 128:
-        return [(128, 64, 4, 3), (128, 64, 4, 2), *small_tiles]
+        return [(128, 64, 8, 3), (128, 64, 8, 2), *small_tiles]
     return [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)]
 
 
@@ -259,10 +282,10 @@ def _gradient_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list
     if kernel == "bias_gradient":
         return [(64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)]
     queries = kernel == "query_gradient"
-    if dim <= 64:  # measured on an H200
+    if dim <= 64:  # measured on an H200, as what follows for 128 is
         first = [(64, 64, 4, 3), (64, 64, 4, 2)] if queries else [(32, 128, 4, 3), (32, 128, 4, 2), (32, 64, 4, 2)]
     elif dim <= 128:
-        first = [(64, 64, 4, 2), (64, 64, 4, 1)] if queries else [(32, 128, 8, 2), (32, 64, 4, 2)]
+        first = [(64, 64, 4, 2), (64, 64, 4, 1)] if queries else [(32, 64, 4, 3), (32, 64, 4, 2)]
     else:
         first = [(m, n, 8, s) for m, n in [(64, 32) if queries else (32, 64)] for s in (2, 1)]
     return [*first, (32, 32, 4, 1)]
@@ -284,27 +307,25 @@ def shared_bytes(problem: AttentionProblem, arch: Arch, shape: Shape, gradient: 
     bias = 0 if problem.bias is None else max(1, stages - 1) * m * n * problem.bias.itemsize
     if gradient:
         return max(m, n) * row + stages * min(m, n) * row + 2 * m * n * size + bias
-    lag = n * width(problem.head_dim_v) * size if shape.lag else 0
-    return fixed + bias + stages * n * row + lag + (m * n * size if problem.dropout_threshold else 0)
+    return fixed + bias + stages * n * row + (m * n * size if problem.dropout_threshold else 0)
 
 
-def _chosen(
-    problem: AttentionProblem,
-    arch: Arch,
-    shapes: list[tuple[Any, ...]],
-    shape: Mapping[str, Any] | None,
-    gradient: bool,
-) -> Shape:
+def _chosen(problem: AttentionProblem, arch: Arch, kernel: str, shape: Mapping[str, Any] | None) -> Shape:
     wanted = dict(shape or {})
     unknown = sorted(set(wanted) - set(Shape._fields))
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: needs one of {', '.join(Shape._fields)}")
-    can = mappable(problem, arch)
+    gradient = kernel != "forward"
+    shapes = _gradient_shapes(problem, arch, kernel) if gradient else _forward_shapes(problem, arch)
+    if wanted.get("maps", True):
+        shapes = [*_mapped_shapes(problem, arch, kernel), *shapes]
     for each in shapes:
         found = Shape(*each)._replace(**wanted)
         _check(found)
-        maps = can and found.maps
-        found = found._replace(maps=maps, lag=maps and found.lag and problem.softcap is None)
+        if found.registers and arch.amd:
+            raise ValueError("registers: needs 0 on AMD")
+        if found.maps and not mappable(problem, arch):
+            raise ValueError("maps: needs sm_90 and a problem whose tiles the copy engine can fetch")
         got = shared_bytes(problem, arch, found, gradient)
         if got <= arch.shared_bytes:
             return found
@@ -316,6 +337,10 @@ def _check(shape: Shape) -> None:
         fits = isinstance(value, int) and value >= least and (name == "stages" or value & (value - 1) == 0)
         if not fits:
             raise ValueError(f"{name}: needs a power of two of at least {least}, got {value!r}")
+    if not (isinstance(shape.registers, int) and 0 <= shape.registers <= 255):
+        raise ValueError(f"registers: needs 0 to 255, got {shape.registers!r}")
+    if not isinstance(shape.maps, bool):
+        raise ValueError(f"maps: needs True or False, got {shape.maps!r}")
 
 
 def _tile(found: Shape) -> dict[str, Any]:
@@ -326,10 +351,10 @@ def forward(
     problem: AttentionProblem, arch: Arch, shape: Mapping[str, Any] | None = None
 ) -> tuple[ForwardConfig, Launch]:
     """The forward's configuration. shape overrides fields of Shape; ValueError if it does not fit."""
-    found = _chosen(problem, arch, _forward_shapes(problem, arch), shape, False)
+    found = _chosen(problem, arch, "forward", shape)
     packs = pack(problem) and problem.group <= found.block_m
     common = features(problem, arch) | {"pack": packs} | _tile(found)
-    config = ForwardConfig(**common, sinks=problem.sinks is not None, stats=problem.needs_stats, lag=found.lag)
+    config = ForwardConfig(**common, sinks=problem.sinks is not None, stats=problem.needs_stats)
     return config, Launch(found.warps, found.stages, found.registers)
 
 
@@ -337,7 +362,7 @@ def gradient(
     problem: AttentionProblem, arch: Arch, kernel: str, shape: Mapping[str, Any] | None = None
 ) -> tuple[GradientConfig, Launch]:
     """The configuration of query_gradient, key_gradient or bias_gradient; what they store is decided by the plan."""
-    found = _chosen(problem, arch, _gradient_shapes(problem, arch, kernel), shape, True)
+    found = _chosen(problem, arch, kernel, shape)
     config = GradientConfig(**features(problem, arch) | _tile(found))
     return config, Launch(found.warps, found.stages, found.registers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from attnlib.memory import allocate
 from attnlib.problem import AttentionProblem, Tensors
 
 from . import config, launch
-from .archs import arch_of
+from .archs import Arch, arch_of
 from .config import Features, ForwardConfig, GradientConfig, Launch
 from .launch import Spec
 
@@ -21,7 +21,6 @@ _LOG2E = 1.4426950408889634
 _UNBOUNDED = 1 << 29
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 Shapes = Mapping[str, Any]
-_Config = TypeVar("_Config", ForwardConfig, GradientConfig)
 Run = Callable[[Spec, str, int, tuple[int, int], Mapping[str, Any], AttentionProblem], None]
 
 
@@ -50,9 +49,17 @@ def _mappable(x: torch.Tensor) -> bool:
     return apart and x.stride(-1) == 1 and x.numel() > 0 and x.data_ptr() % 16 == 0
 
 
-def _mapped(x: torch.Tensor, packed: bool) -> torch.Tensor:
-    """[batch, heads, rows, dim] of an operand."""
-    return (x.unsqueeze(0) if packed else x).transpose(1, 2)
+class _Kernels(NamedTuple):
+    """Configurations of the kernels that work on tiles of scores; gradients by name."""
+
+    forward: tuple[ForwardConfig, Launch]
+    gradients: dict[str, tuple[GradientConfig, Launch]]
+
+
+def _kernels(problem: AttentionProblem, arch: Arch, forward: Shapes, inner: Mapping[str, Shapes]) -> _Kernels:
+    wanted = {name: own for name, own in inner.items() if problem.grads or own}
+    gradients = {name: config.gradient(problem, arch, name, own) for name, own in wanted.items()}
+    return _Kernels(config.forward(problem, arch, forward), gradients)
 
 
 class TritonPlan:
@@ -70,19 +77,19 @@ class TritonPlan:
         most = 1 if problem.needs_stats else 128  # parts leave no statistics for the backward of a bias
         if self._splits is not None and not (isinstance(self._splits, int) and 1 <= self._splits <= most):
             raise ValueError(f"num_splits: needs 1 to {most}, got {self._splits!r}")
-        self._forward, self._launch = config.forward(problem, self._arch, wanted)
-        self._gradients: dict[str, tuple[GradientConfig, Launch]] = {}
-        for name, own in inner.items():
-            if problem.grads or own:
-                self._gradients[name] = config.gradient(problem, self._arch, name, own)
+        self._kernels = _kernels(problem, self._arch, wanted, inner)
+        self._unmapped = self._kernels  # for operands that the copy engine can't fetch
+        if any(c.maps for c, _ in (self._kernels.forward, *self._kernels.gradients.values())):
+            inner = {name: own | {"maps": False} for name, own in inner.items()}
+            self._unmapped = _kernels(problem, self._arch, wanted | {"maps": False}, inner)
         self._element = _NAMES[problem.dtype]
 
     def describe(self) -> Mapping[str, Any]:
         def told(c: Features, with_: Launch) -> dict[str, Any]:
             return {"block_m": c.block_m, "block_n": c.block_n, "warps": with_.warps, "stages": with_.stages}
 
-        found: dict[str, Any] = {"kernel": "forward", **told(self._forward, self._launch)}
-        for name, chosen in self._gradients.items():
+        found: dict[str, Any] = {"kernel": "forward", **told(*self._kernels.forward)}
+        for name, chosen in self._kernels.gradients.items():
             if name != "bias_gradient":
                 found[name] = told(*chosen)
         return found
@@ -93,6 +100,9 @@ class TritonPlan:
         return Spec(
             kernel, c, with_, tuple(sorted(types.items())), self._element, call.aligned, call.wide, call.small
         )  # fmt: skip
+
+    def _fitting(self, call: _Call) -> _Kernels:
+        return self._kernels if call.mappable else self._unmapped
 
     def _run(
         self, spec: Spec, programs: int, values: Mapping[str, Any], problem: AttentionProblem, parts: int = 1
@@ -107,8 +117,8 @@ class TritonPlan:
     # ------------------------------------------------------------ forward
 
     def forward(self, problem: AttentionProblem, t: Tensors) -> None:
-        call = _Call(problem, t, self._forward.natural)
-        c = call.fitting(self._forward)
+        call = _Call(problem, t, self._kernels.forward[0].natural)
+        c, with_ = self._fitting(call).forward
         if t.k_new is not None and t.v_new is not None:
             self._append(problem, t, call)
         per_tile = c.block_m // problem.group if c.pack else c.block_m
@@ -128,10 +138,10 @@ class TritonPlan:
             values["PARTIAL"] = allocate((parts, lines, problem.head_dim_v), torch.float32, t.q.device)
             values["PARTIAL_ROWS"] = allocate((2, parts, lines), torch.float32, t.q.device)
         types = {"BIAS": _NAMES[problem.bias or torch.float32], "SINKS": _NAMES[problem.sinks or torch.float32]}
-        self._run(self._spec("forward", c, self._launch, call, **types), tiles * units, values, problem, parts)
+        self._run(self._spec("forward", c, with_, call, **types), tiles * units, values, problem, parts)
         if parts > 1:
-            small, with_ = config.small(problem, self._arch, "combine")
-            spec = self._spec("combine", small, with_, call, SINKS=types["SINKS"])
+            small, its = config.small(problem, self._arch, "combine")
+            spec = self._spec("combine", small, its, call, SINKS=types["SINKS"])
             self._run(spec, -(-t.lse.numel() // small.rows), values | {"parts": parts}, problem)
 
     def _append(self, problem: AttentionProblem, t: Tensors, call: _Call) -> None:
@@ -150,11 +160,11 @@ class TritonPlan:
 
     def backward(self, problem: AttentionProblem, t: Tensors) -> None:
         assert t.dout is not None
-        call = _Call(problem, t, self._forward.natural)
+        call = _Call(problem, t, self._kernels.forward[0].natural)
         dlse = None if t.dlse is None else t.dlse.contiguous()
         lines = problem.total_q if problem.packed else -(-problem.seqlen_q // 16) * 16
         figures_all = -(-lines * problem.num_heads_q * (1 if problem.packed else problem.batch) // 16) * 16
-        figures = allocate((3 if self._forward.statistics else 2, figures_all), torch.float32, t.q.device)
+        figures = allocate((3 if self._kernels.forward[0].statistics else 2, figures_all), torch.float32, t.q.device)
         small, with_ = config.small(problem, self._arch, "rows", t.dlse is not None)
         tiles, units = _tiles(problem, small.rows, problem.num_heads_q)
         values = call.common | _strides("do", t.dout, problem.packed) | {
@@ -181,8 +191,8 @@ class TritonPlan:
     def _query_gradient(
         self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any], dbias: torch.Tensor | None
     ) -> None:
-        c, with_ = self._gradients["query_gradient"]
-        c = dataclasses.replace(call.fitting(c), query=t.dq is not None, bias_store=dbias is not None)
+        c, with_ = self._fitting(call).gradients["query_gradient"]
+        c = dataclasses.replace(c, query=t.dq is not None, bias_store=dbias is not None)
         tiles, units = _tiles(problem, c.block_m, problem.num_heads_q)
         own = values | _map_strides("dbias", dbias) | _strides("dq", t.q if t.dq is None else t.dq, problem.packed)
         own |= {"DQ": t.dq, "DBIAS": dbias, "units": units, "tiles": tiles, "section": self._section(problem, units)}
@@ -190,8 +200,8 @@ class TritonPlan:
         self._run(spec, tiles * units, own, problem)
 
     def _key_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
-        c, with_ = self._gradients["key_gradient"]
-        c = dataclasses.replace(call.fitting(c), keys=t.dk is not None, values=t.dv is not None)
+        c, with_ = self._fitting(call).gradients["key_gradient"]
+        c = dataclasses.replace(c, keys=t.dk is not None, values=t.dv is not None)
         paged = problem.page_size is not None
         targets = {"dk": t.dk, "dv": t.dv}
         if paged:  # a row a token of every sequence, summed into pages behind
@@ -232,7 +242,7 @@ class TritonPlan:
 
     def _bias_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
         assert t.dbias is not None
-        c, with_ = self._gradients["bias_gradient"]
+        c, with_ = self._kernels.gradients["bias_gradient"]
         sizes = [1 if stride == 0 else size for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)]
         c = dataclasses.replace(c, sum_rows=sizes[2] == 1, sum_columns=sizes[3] == 1)
         tiles_i, tiles_j = -(-problem.seqlen_q // c.block_m), -(-t.dbias.shape[3] // c.block_n)
@@ -305,11 +315,5 @@ class _Call:
             "cap": 0.0 if cap is None else cap * unit,
             "keep_scale": 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0,
             "rows_all": t.lse.numel(),
-            **{name: None if x is None else _mapped(x, problem.packed) for name, x in mapped.items()},
+            **{name: None if x is None else x.transpose(1, 2) for name, x in mapped.items()},
         }  # fmt: skip
-
-    def fitting(self, c: _Config) -> _Config:
-        """c, without the copy engine where the operands do not lie as that needs them."""
-        if not c.maps or self.mappable:
-            return c
-        return dataclasses.replace(c, maps=False)

@@ -17,39 +17,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tile import (
-    LOG2E,
-    Lengths,
-    Map,
-    Place,
-    Rows,
-    Scalars,
-    add_product,
-    added,
-    any_block,
-    at_keys,
-    bounded,
-    call_of,
-    figures_zero,
-    head_of,
-    inside,
-    keeps,
-    key_range,
-    load,
-    load_keys,
-    load_queries,
-    only,
-    own_tile,
-    row_zero,
-    scaled,
-    scores,
-    scores_dot,
-    sequence,
-    store,
-    values_dot,
-    visible,
-    zeros,
-)
+from .call import Lengths, Map, Place, Rows, Scalars, call_of
+from .chunks import added, load, load_keys, load_queries, only, scaled, store, zeros
+from .dropout import keeps
+from .products import add_product, scores_dot, values_dot
+from .scores import LOG2E, any_block, at_keys, inside, scores, visible
+from .tokens import bounded, head_of, key_range, own_tile, row_zero, sequence
 
 
 class Queries(NamedTuple):
@@ -79,7 +52,7 @@ def rows(
     if tile * M >= seq.rows:
         return
     ok = i < seq.q_len
-    at = row_zero(lengths, seq, head, heads_q, C) + i
+    at = row_zero(lengths, seq, head, heads_q, seqlen_q, C) + i
     lse = tl.load(LSE + at, mask=ok, other=float("-inf"))
     seen = lse != float("-inf")
     do = Rows(DOUT, do_b, do_i, do_h)
@@ -95,7 +68,7 @@ def rows(
     if C.dlse:
         delta -= tl.load(DLSE + at, mask=seen, other=0.0)
     owned = i < seq.rows
-    figures = ROWS + figures_zero(lengths, seq, head, heads_q, lines, C) + i
+    figures = ROWS + row_zero(lengths, seq, head, heads_q, lines, C) + i
     tl.store(figures, delta, mask=owned)
     if C.statistics:
         m = tl.load(STATS + at, mask=seen, other=float("inf"))
@@ -225,7 +198,7 @@ def query_gradient(
     i = i0 + row
     start, stop, whole = key_range(i0, M, seq, call.scalars, C)
     queries = Queries(Rows(Q, q_b, q_i, q_h), Rows(DOUT, do_b, do_i, do_h), Q_MAP, DOUT_MAP, ROWS, figures_all)
-    at = figures_zero(call.lengths, seq, head, heads_q, lines, C)
+    at = row_zero(call.lengths, seq, head, heads_q, lines, C)
     q, q_rows, dout, dout_rows, figures = _load(queries, at, seq, head, i0, True, False, C)
     place = Place(index, head, head, i[:, None], row[None, :], i0, 0)
     dbias = Map(DBIAS, dbias_b, dbias_h, dbias_i, dbias_j)
@@ -324,7 +297,7 @@ def key_gradient(
     dv = zeros(N, True, C)
     for g in tl.range(0, group):
         head = kv_head * group + g
-        at = figures_zero(call.lengths, seq, head, heads_q, lines, C)
+        at = row_zero(call.lengths, seq, head, heads_q, lines, C)
         place = Place(index, head, head, key[None, :], j[:, None], 0, j0)
         dk, dv = _over_queries(
             dk, dv, k, k_rows, v, v_rows, queries, at, start, edges, full, whole, place, seq, call, True, C
@@ -441,7 +414,7 @@ def bias_gradient(
             if wanted:
                 wanted = any_block(call.extras, here, seq, C)
         if wanted:
-            at = figures_zero(call.lengths, seq, head, heads_q, lines, C)
+            at = row_zero(call.lengths, seq, head, heads_q, lines, C)
             q, q_rows, dout, dout_rows, figures = _load(queries, at, seq, head, i0, True, False, C)
             _, ds, _ = _of_keys(q, q_rows, dout, dout_rows, figures, head // group, here, seq, call, True, C)
             acc += ds

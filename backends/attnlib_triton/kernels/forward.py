@@ -13,34 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tile import (
-    LN2,
-    LOG2E,
-    Place,
-    Rows,
-    add_product,
-    added,
-    any_block,
-    at_keys,
-    call_of,
-    flipped,
-    head_of,
-    keeps,
-    key_range,
-    load,
-    load_keys,
-    load_mapped,
-    only,
-    own_tile,
-    row_zero,
-    scaled,
-    scores,
-    scores_dot,
-    sequence,
-    store,
-    visible,
-    zeros,
-)
+from .call import Place, Rows, call_of
+from .chunks import added, flipped, load, load_keys, only, scaled, store, zeros
+from .dropout import keeps
+from .products import add_product, scores_dot
+from .scores import LN2, LOG2E, any_block, at_keys, scores, visible
+from .tokens import head_of, key_range, own_tile, row_zero, sequence
 
 
 @triton.jit
@@ -90,30 +68,6 @@ def _attend(state, q, q_rows, kv_head, start, stop, place, seq, call, EDGE: tl.c
         if not C.blocks or any_block(call.extras, here, seq, C):
             state = _take(state, q, q_rows, kv_head, here, seq, call, EDGE, C)
     return state
-
-
-@triton.jit
-def _lagging(state, q, q_rows, kv_head, start, stop, place, seq, call, C: tl.constexpr):
-    """_attend over tiles seen whole, where a tile's product with v runs beside the next tile's exponentials.
-
-    Weights stay in float32 until the product before has ended, whose registers they would overwrite.
-    """
-    M: tl.constexpr = C.block_m
-    N: tl.constexpr = C.block_n
-    acc, m, total = state
-    p = tl.zeros((M, N), tl.float32)
-    correction = tl.full((M,), 1.0, tl.float32)
-    for j0 in tl.range(start, stop, N):
-        k, k_rows = load_keys(call, seq, kv_head, j0, False, False, C)
-        v = load_mapped(call.v_map, seq, kv_head, tl.where(j0 > start, seq.k_row + j0 - N, -N), N, C.v_first)
-        x = scores_dot(q, q_rows, k, k_rows, M, N, C)
-        acc = add_product(p, (v,), scaled(acc, correction[:, None]), C)
-        here = at_keys(place, j0, C)
-        p, m, correction, total = _weights(x, m, total, here, seq, call, False, C)
-        if C.dropout:
-            p = tl.where(keeps(call.seed, here, call.scalars.threshold, M, N, False), p, 0.0)
-    v = load_mapped(call.v_map, seq, kv_head, tl.where(stop > start, seq.k_row + stop - N, -N), N, C.v_first)
-    return add_product(p, (v,), scaled(acc, correction[:, None]), C), m, total
 
 
 @triton.jit
@@ -190,10 +144,7 @@ def forward(
     middle = start
     if C.phases:
         middle = tl.maximum(start, tl.minimum(whole // N * N, stop))
-        if C.maps and C.lag:
-            state = _lagging(state, q, q_rows, kv_head, start, middle, place, seq, call, C)
-        else:
-            state = _attend(state, q, q_rows, kv_head, start, middle, place, seq, call, False, C)
+        state = _attend(state, q, q_rows, kv_head, start, middle, place, seq, call, False, C)
     state = _attend(state, q, q_rows, kv_head, middle, stop, place, seq, call, True, C)
     acc, m, total = state
     m = tl.where(ok, m, float("-inf"))
@@ -201,7 +152,7 @@ def forward(
     acc = only(acc, ok)
     if C.dropout:
         acc = scaled(acc, keep_scale)
-    at = row_zero(call.lengths, seq, head, heads_q, C) + i
+    at = row_zero(call.lengths, seq, head, heads_q, seqlen_q, C) + i
     if C.split:
         total = tl.where(seq.valid, tl.where(ok, total, -1.0), float("nan"))
         at += part.to(tl.int64) * rows_all
