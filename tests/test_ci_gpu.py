@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -157,6 +158,7 @@ SMALL = ("--backend", "cpu", "--launches", "60", "--problems", "24", "--longest"
 def test_stress_repeats(stress: ModuleType, tmp_path: Path) -> None:
     """A pool of as many problems as there are kinds: four pairs of head dimensions, six features, some backward."""
     assert stress.main([*SMALL, "--report", str(tmp_path / "x.json")]) == 0
+    assert not [x for x in threading.enumerate() if isinstance(x, stress.Watch)]  # it would end this process later
     found = json.loads((tmp_path / "x.json").read_text())
     assert (found["calls"], found["problems"], found["not_repeated"]) == (60, 24, {}) and 0 < found["backward"] < 60
 
