@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from attnlib import numerics, registry
+from attnlib import numerics, registry, settings
 from attnlib.backend import Refusal, RefusalCode
 from attnlib.conformance import run_check, to_markdown
 from attnlib.conformance.cases import CASES, FEATURE_NAMES, IMPOSSIBLE, named, pairs, select
@@ -366,8 +366,10 @@ def test_the_plugin_explains_wrong_options(options, text):
             }
             return {**defaults, **options}[name]
 
+    before = settings.current()
     with pytest.raises(pytest.UsageError, match=text):
         items_of(Config())
+    assert settings.current() == before, "a session that never began left its settings behind"
 
 
 def test_the_plugin_loads_nothing_heavy_until_it_is_used():

@@ -62,7 +62,8 @@ def items_of(config: pytest.Config) -> list[Any]:
     """The checks that the options select."""
     from attnlib.conformance.runner import chosen
 
-    return chosen(subject_of(config), config.getoption("--attn-level"), _shard(config.getoption("--attn-shard")))
+    shard = _shard(config.getoption("--attn-shard"))  # before a backend is opened
+    return chosen(subject_of(config), config.getoption("--attn-level"), shard)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
