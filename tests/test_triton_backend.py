@@ -18,7 +18,7 @@ from attnlib import dispatch, targets
 from attnlib.backend import RefusalCode, Target
 from attnlib.errors import UnsupportedError
 from attnlib.problem import AttentionProblem
-from attnlib_triton import archs, config
+from attnlib_triton import archs, config, launch
 from attnlib_triton.compile import operands
 from attnlib_triton.launch import Spec
 from attnlib_triton.plan import TritonPlan
@@ -258,6 +258,25 @@ def test_only_the_interpreter_takes_cpu_tensors(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("TRITON_INTERPRET", value)
         (family,) = attnlib_triton.TritonBackend().families
         assert family.capabilities.device_kinds == kinds
+
+
+@needs_triton
+def test_the_interpreter_finds_the_same_scores_either_way_round():
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    generator = np.random.default_rng(0)
+    q, k = (1024 * generator.standard_normal((64, 32), dtype=np.float32) for _ in range(2))
+
+    def product(a, b):
+        handles = (interpreter.TensorHandle(x, tl.float32) for x in (a, b, np.zeros((64, 64), np.float32)))
+        return interpreter.InterpreterBuilder().create_dot(*handles, None, 0).data
+
+    with launch._patched():
+        one, other = product(q, k.T), product(k, q.T)
+    assert (one == other.T).all() and np.abs(one).max() > 1e6
+    assert (one == (q.astype(np.float64) @ k.T.astype(np.float64)).astype(np.float32)).all()
 
 
 @needs_triton

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from attnlib import settings
@@ -187,7 +188,7 @@ def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mappin
         return
     if interpreted():
         given = {name: _operand(values[name]) for name in names if name != "C"}
-        with _patched_once():
+        with _patched():
             function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
         return
     kernel = _loaded(spec, arch, index)
@@ -201,9 +202,22 @@ def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mappin
 
 
 @contextlib.contextmanager
-def _patched_once() -> Iterator[None]:
-    """Triton's interpreter patches its language anew at every call of a helper; once a launch and module is enough."""
+def _patched() -> Iterator[None]:
+    """Triton's interpreter for the length of a launch, with two things of it mended.
+
+    It patches its language anew at every call of a helper; once a launch and module is enough. And it multiplies
+    by a BLAS, whose order of summation may depend on which operand is transposed: backward would find other scores
+    than forward, which plain float32 products on a GPU do not. Sums in float64, rounded once, have no order to see.
+    """
     from triton.runtime import interpreter
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def summed_in_float64(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        if d.data.dtype != np.float32:
+            return dot(self, a, b, d, *rest)
+        product = np.matmul(a.data, b.data, dtype=np.float64)
+        return interpreter.TensorHandle((product + d.data).astype(np.float32), d.dtype.scalar)
 
     patch, seen = interpreter._patch_lang, set()
 
@@ -215,10 +229,12 @@ def _patched_once() -> Iterator[None]:
         return patch(fn)
 
     interpreter._patch_lang = once
+    interpreter.InterpreterBuilder.create_dot = summed_in_float64
     try:
         yield
     finally:
         interpreter._patch_lang = patch
+        interpreter.InterpreterBuilder.create_dot = dot
 
 
 def _passed(name: str, value: Any, spec: Spec) -> Any:
