@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
-from . import dispatch, ops, run
+from . import dispatch, front, ops, run
 from . import vmap as _vmap  # noqa: F401  registers itself
 from .arguments import check_devices, check_memory
 from .calls import (
@@ -99,13 +100,24 @@ def attention(
     """
     if not isinstance(q, torch.Tensor):
         return _through_arrays(attention, locals())
+    form: front.Form | None = None
+    if front.find is not None and not is_compiling():
+        form = (
+            q, k, v, causal, causal_alignment, window, scale, softcap, bias, mask, alibi_slopes, sinks, block_mask,
+            q_lens, kv_lens, dropout_p, dropout_seed, return_lse, deterministic, backend,
+        )  # fmt: skip
+        found = front.find(*form)
+        if found is not None and found is not False:
+            return found
+        if found is None:
+            form = None
     operands = Operands(
         q, k, v, bias, mask, alibi_slopes, sinks, blocks_of(block_mask), q_lens, kv_lens, None, None, None,
         seed_tensor(q, dropout_p, dropout_seed),
     )  # fmt: skip
     return _run(
         operands, return_lse, backend, causal, causal_alignment, window, scale, softcap, dropout_p, deterministic,
-        block_mask,
+        block_mask, form=form,
     )  # fmt: skip
 
 
@@ -261,6 +273,7 @@ def _run(
     longest_q: int = -1,
     longest_k: int = -1,
     cache: bool = False,
+    form: front.Form | None = None,
 ) -> Result:
     check_flag("return_lse", return_lse)
     try:
@@ -278,6 +291,8 @@ def _run(
             result = run.run_reference(operands, scalars, spec) or ops.call(operands, scalars, spec, return_lse)
         else:
             result = ops.call(operands, scalars, spec, return_lse)
+            if form is not None:
+                front.keep(form, operands, scalars, spec)
     except Exception as error:
         if torch.compiler.is_compiling():
             raise

@@ -111,7 +111,7 @@ class _Stack(threading.local):
         self.token = ""
 
 
-_stack = _Stack()
+stack = _Stack()
 _configs: dict[str, Mapping[str, Any]] = {}
 
 
@@ -134,11 +134,11 @@ def use_backend(*names: str) -> Iterator[None]:
     """
     if not torch.compiler.is_compiling():  # inside a compiled graph the operator checks the names
         names = parse_names(names, "use_backend")
-    _stack.names.append(",".join(names))
+    stack.names.append(",".join(names))
     try:
         yield
     finally:
-        _stack.names.pop()
+        stack.names.pop()
 
 
 @contextlib.contextmanager
@@ -147,15 +147,15 @@ def use_config(config: Mapping[str, Any] | None) -> Iterator[None]:
 
     One that does not fit is refused by the backend, never adjusted.
     """
-    before, token = _stack.token, ""
+    before, token = stack.token, ""
     if config is not None:
         token = "@" + ";".join(f"{key}={value!r}" for key, value in sorted(config.items()))
         _configs[token] = dict(config)
-    _stack.token = token
+    stack.token = token
     try:
         yield
     finally:
-        _stack.token = before
+        stack.token = before
 
 
 def requested(backend: str | None) -> str:
@@ -166,13 +166,13 @@ def requested(backend: str | None) -> str:
         if not backend:
             raise ArgumentError(f"backend: needs at least one name, got ''; known: {', '.join(registry.names())}")
         names = backend
-    elif _stack.names:
-        names = _stack.names[-1]
+    elif stack.names:
+        names = stack.names[-1]
     elif torch.compiler.is_compiling():
         names = ""  # the operator reads the environment
     else:
         names = from_environment()
-    return names + _stack.token
+    return names + stack.token
 
 
 def pinned(spec: str, name: str) -> str:
@@ -229,12 +229,13 @@ def _order(target: Target, names: str) -> tuple[tuple[str, ...] | None, str]:
 _decisions: LRU[Decision] = LRU(256)
 _plans: LRU[Plan] = LRU(256)
 _planning = threading.RLock()
-ready: LRU[Any] = LRU(512)  # run.prepare's; here, so that clear_caches() reaches it
+ready: LRU[Any] = LRU(512)  # run.prepare's
+caches: list[Any] = [_decisions, _plans, ready]  # what clear_caches() clears
 
 
 def clear_caches() -> None:
     """Forget decisions and plans; for tests."""
-    for cache in (_decisions, _plans, ready):
+    for cache in caches:
         cache.clear()
 
 

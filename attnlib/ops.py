@@ -282,6 +282,11 @@ class PlainAttention(torch.autograd.Function):
 _plain_apply = super(torch.autograd.Function, PlainAttention).apply
 
 
+def apply_plain(operands: Operands, prepared: Prepared, scalars: Scalars, with_lse: bool) -> Any:
+    """out, or (out, lse) with with_lse, recorded by autograd."""
+    return _plain_apply(*differentiable(operands), prepared, operands, scalars, with_lse)
+
+
 def _in_memory(operands: Sequence[Any]) -> bool:
     """Whether addresses hold the values: no negative view, no symbolic zero, nothing freed, no legacy batch."""
     try:
@@ -318,7 +323,7 @@ def call(operands: Operands, scalars: Scalars, spec: str, with_lse: bool) -> tup
         if prepared.in_memory:
             if not scalars.grads:
                 return run_forward(prepared, operands)[:2]
-            result = _plain_apply(*differentiable(operands), prepared, operands, scalars, with_lse)
+            result = apply_plain(operands, prepared, scalars, with_lse)
             return result if with_lse else (result, None)
     check_devices(operands)  # the dispatcher would answer for an operand on another device
     return forward_op(*operands[:NUM_COMMON], *scalars, spec)[:2]

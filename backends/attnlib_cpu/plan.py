@@ -128,6 +128,11 @@ class CpuPlan:
         form = self._form(problem, tensors)
         form.call.forward(get_num_threads(), _addresses(tensors, form.forward))
 
+    def direct(self, problem: AttentionProblem, strides: tuple[tuple[int, ...], ...]) -> Any:
+        """forward() of q, k, v, out and lse with these strides, as a capsule that core runs without Python."""
+        scalars = _scalars(problem, self._config, 0, 0, 0)
+        return self._module.Call(self._family, scalars, ()).direct(strides)
+
     def backward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         """Fill the gradients that are not None."""
         form = self._form(problem, tensors)

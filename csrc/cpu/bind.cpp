@@ -3,9 +3,12 @@
 #include <pybind11/pybind11.h>
 
 #include <cstring>
+#include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
+#include "../common/direct.h"
 #include "run.h"
 
 namespace py = pybind11;
@@ -151,7 +154,49 @@ struct Call {
         if (backward) run_backward(p, family, threads);
         else run_forward(p, family, threads);
     }
+
+    // Forward of q, k, v, out and lse with these strides, for core to run without Python.
+    py::capsule direct(const py::tuple& strides) const;
 };
+
+struct DirectCall : Direct {
+    Params params;
+    int family;
+
+    static const char* forward(const Direct* self, void* const address[5], int threads) {
+        const auto& call = *static_cast<const DirectCall*>(self);
+        try {
+            Params p = call.params;
+            View* const views[] = {&p.q, &p.k, &p.v, &p.out, &p.lse};
+            for (int i = 0; i < 5; ++i) views[i]->data = static_cast<char*>(address[i]);
+            run_forward(p, call.family, threads);
+            return nullptr;
+        } catch (const std::bad_alloc&) {
+            return "";
+        } catch (...) {
+            return "attnlib_cpu: the kernel failed";
+        }
+    }
+};
+
+py::capsule Call::direct(const py::tuple& strides) const {
+    if (strides.size() != 5) fail("strides are those of q, k, v, out and lse");
+    if (params.packed || params.paged || params.dropout_threshold > 0 || params.grads) fail("a form that needs other operands");
+    Address a[5];
+    for (int i = 0; i < 5; ++i) a[i] = parse(py::make_tuple(0, strides[i]).ptr());
+    auto made = std::make_unique<DirectCall>();
+    made->run = &DirectCall::forward;
+    made->params = params, made->family = family;
+    Params& p = made->params;
+    p.q = tokens(a[0], dtype), p.k = tokens(a[1], dtype), p.v = tokens(a[2], dtype), p.out = tokens(a[3], dtype);
+    p.lse = plain(a[4], dtype == DType::f64 ? DType::f64 : DType::f32);
+    p.stats_sum = p.heads_q * p.batch * p.seqlen_q;
+    py::capsule capsule(static_cast<Direct*>(made.get()), kDirectName, [](PyObject* object) {
+        delete static_cast<DirectCall*>(static_cast<Direct*>(PyCapsule_GetPointer(object, kDirectName)));
+    });
+    made.release();
+    return capsule;
+}
 
 py::dict describe(bool backward, int family, int threads, const py::tuple& problem) {
     Params p;
@@ -180,6 +225,7 @@ PYBIND11_MODULE(ATTNLIB_MODULE, m) {
     m.doc() = "Compiled kernels of the cpu backend; see csrc/cpu.";
     py::class_<Call>(m, "Call")
         .def(py::init<int, const py::tuple&, const py::tuple&>())
+        .def("direct", &Call::direct, "direct(strides of q, k, v, out and lse): forward of plain operands, as a capsule.")
         .def("forward", [](const Call& call, int threads, const py::tuple& operands) { call.run(false, threads, operands); })
         .def("backward", [](const Call& call, int threads, const py::tuple& operands) { call.run(true, threads, operands); });
     m.def("describe", &describe, "(backward, family, threads, problem): how one direction is cut, as a dict.");

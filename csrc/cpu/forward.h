@@ -58,7 +58,7 @@ template <class R> struct Finish {
 
     void store_statistics(int64_t i, R lse, R m, R l) const {
         const int64_t at = row_index(p, seq, head, i);
-        reinterpret_cast<R*>(p.lse.data)[at] = lse;
+        if (p.lse.present()) reinterpret_cast<R*>(p.lse.data)[at] = lse;
         if (!p.stats.present()) return;
         reinterpret_cast<R*>(p.stats.data)[at] = m;
         reinterpret_cast<R*>(p.stats.data)[at + p.stats_sum] = l;
