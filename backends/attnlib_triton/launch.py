@@ -191,14 +191,8 @@ def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mappin
         with _patched():
             function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
         return
-    kernel = _loaded(spec, arch, index)
     ordered = [_passed(name, values.get(name), spec) for name in names]
-    try:
-        kernel[(grid[0], grid[1], 1)](*ordered)
-    except (RuntimeError, ValueError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise KernelError(f"{spec.kernel}: {error}", problem=problem, kernel=spec.kernel) from error
+    _launch(_loaded(spec, arch, index)[(*grid, 1)], ordered, spec, problem)
 
 
 @contextlib.contextmanager
@@ -241,17 +235,96 @@ def _passed(name: str, value: Any, spec: Spec) -> Any:
     """What a launch takes; nothing for what is compiled in."""
     if _is_pointer(name):
         return 0 if value is None else value.data_ptr()
-    if name.endswith("_MAP") and spec.config.maps:
-        return _descriptor(value, _box(name, spec.config))
+    if name.endswith("_MAP"):
+        return _Map(name, value, spec.config).of(value) if spec.config.maps else None
     return value
 
 
-def _descriptor(x: torch.Tensor, box: list[int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+class Bound:
+    """One launch with all its arguments but addresses, for calls that differ in nothing else.
 
-    unused = 16  # along a dimension of size 1: any stride that the copy engine takes
-    strides = [stride if size > 1 else unused for size, stride in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], box)
+    values: as run() takes them; sources: for every tensor among them, by name, its place in what a call is given.
+    """
+
+    def __init__(
+        self, spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mapping[str, Any],
+        sources: Mapping[str, int], problem: Any,
+    ) -> None:  # fmt: skip
+        self._spec, self._grid, self._problem = spec, grid, problem
+        self._where = (arch, index)
+        names = arguments(spec.kernel)
+        places = [(place, name) for place, name in enumerate(names) if name in sources]
+        self._values = {name: value for name, value in values.items() if name in names and name not in sources}
+        self._sources = dict(sources)
+        self._arguments = [0 if _is_pointer(name) else values.get(name) for name in names]
+        self._pointers = [(place, sources[name]) for place, name in places if _is_pointer(name)]
+        maps = [(place, name) for place, name in places if name.endswith("_MAP")]
+        for place, _ in maps:
+            self._arguments[place] = None
+        self._maps = [
+            (place, sources[name], _Map(name, values[name], spec.config)) for place, name in maps if spec.config.maps
+        ]
+        self._kernel = None if interpreted() or 0 in grid else _loaded(spec, arch, index)[(*grid, 1)]
+
+    def __call__(self, tensors: list[torch.Tensor]) -> None:
+        """Launch on the current stream."""
+        if self._kernel is None:
+            values = self._values | {name: tensors[source] for name, source in self._sources.items()}
+            run(self._spec, *self._where, self._grid, values, self._problem)
+            return
+        ordered = self._arguments.copy()
+        for place, source in self._pointers:
+            ordered[place] = tensors[source].data_ptr()
+        for place, source, descriptor in self._maps:
+            ordered[place] = descriptor.of(tensors[source])
+        _launch(self._kernel, ordered, self._spec, self._problem)
+
+
+def _launch(kernel: Any, ordered: list[Any], spec: Spec, problem: Any) -> None:
+    try:
+        kernel(*ordered)
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise KernelError(f"{spec.kernel}: {error}", problem=problem, kernel=spec.kernel) from error
+
+
+class _Address:
+    """What Triton asks of the tensor under a descriptor; a tensor would be kept alive by it."""
+
+    __slots__ = ("_address", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+class _Map:
+    """A descriptor for the copy engine of an operand [batch, rows, heads, dim], as [batch, heads, rows, dim]."""
+
+    def __init__(self, name: str, x: torch.Tensor, c: Features) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        heads_first = x.transpose(1, 2)
+        unused = 16  # along a dimension of size 1: any stride that the copy engine takes
+        strides = [
+            stride if size > 1 else unused
+            for size, stride in zip(heads_first.shape[:-1], heads_first.stride(), strict=False)
+        ]
+        self._class = TensorDescriptor
+        base = _Address(x.data_ptr(), x.dtype)
+        self._checked = vars(TensorDescriptor(base, list(heads_first.shape), [*strides, 1], _box(name, c)))
+
+    def of(self, x: torch.Tensor) -> Any:
+        """The descriptor of an operand of this form. Triton checks one when it is made, which takes longer."""
+        found = object.__new__(self._class)
+        found.__dict__.update(self._checked, base=_Address(x.data_ptr(), x.dtype))
+        return found
 
 
 _DUMMY = torch.zeros(1, dtype=torch.int32)

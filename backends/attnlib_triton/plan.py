@@ -20,6 +20,12 @@ from .launch import Spec
 _LOG2E = 1.4426950408889634
 _UNBOUNDED = 1 << 29
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_MAPS = {"K_MAP": "k", "V_MAP": "v", "Q_MAP": "q", "DOUT_MAP": "dout"}  # operands for the copy engine
+_FIELDS = _MAPS | {
+    "BLOCKS": "block_mask", "ALIBI": "alibi_slopes", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
+    "TABLE": "page_table", "SEED": "dropout_seed",
+}  # fields of Tensors that arguments are, where the names differ  # fmt: skip
+_FORMS = 64  # of calls that a plan keeps
 Shapes = Mapping[str, Any]
 Run = Callable[[Spec, str, int, tuple[int, int], Mapping[str, Any], AttentionProblem], None]
 
@@ -83,6 +89,7 @@ class TritonPlan:
             inner = {name: own | {"maps": False} for name, own in inner.items()}
             self._unmapped = _kernels(problem, self._arch, wanted | {"maps": False}, inner)
         self._element = _NAMES[problem.dtype]
+        self._forms: dict[tuple[Any, ...], _Form] = {}
 
     def describe(self) -> Mapping[str, Any]:
         def told(c: Features, with_: Launch) -> dict[str, Any]:
@@ -104,10 +111,28 @@ class TritonPlan:
     def _fitting(self, call: _Call) -> _Kernels:
         return self._kernels if call.mappable else self._unmapped
 
-    def _run(
-        self, spec: Spec, programs: int, values: Mapping[str, Any], problem: AttentionProblem, parts: int = 1
-    ) -> None:
-        self._call(spec, self._arch.name, self._index, (programs, parts), values, problem)
+    def _run(self, call: _Call, spec: Spec, programs: int, values: Mapping[str, Any], parts: int = 1) -> None:
+        grid = (programs, parts)
+        self._call(spec, self._arch.name, self._index, grid, values, call.problem)
+        call.launches.append((spec, grid, values))
+
+    def _again(self, problem: AttentionProblem, t: Tensors, backward: bool) -> bool:
+        """Launch what the last call of this form did, if there was one."""
+        form = self._forms.get(_form_key(problem, t, backward))
+        if form is None:
+            return False
+        form.launch(t)
+        return True
+
+    def _keep(self, call: _Call, t: Tensors, backward: bool) -> None:
+        """Have _again() do what was just done."""
+        if self._call is not launch.run:
+            return  # nothing was launched
+        form = _Form.of(call, t, self._arch.name, self._index)
+        if form is not None:
+            if len(self._forms) >= _FORMS:
+                self._forms.clear()
+            self._forms[_form_key(call.problem, t, backward)] = form
 
     def _section(self, problem: AttentionProblem, units: int, group: int = 1) -> int:
         if problem.window.right is None:
@@ -117,6 +142,8 @@ class TritonPlan:
     # ------------------------------------------------------------ forward
 
     def forward(self, problem: AttentionProblem, t: Tensors) -> None:
+        if self._again(problem, t, False):
+            return
         call = _Call(problem, t, self._kernels.forward[0].natural)
         c, with_ = self._fitting(call).forward
         if t.k_new is not None and t.v_new is not None:
@@ -135,14 +162,15 @@ class TritonPlan:
         if parts > 1:
             c = dataclasses.replace(c, split=True, sinks=False)
             lines = t.lse.numel()
-            values["PARTIAL"] = allocate((parts, lines, problem.head_dim_v), torch.float32, t.q.device)
-            values["PARTIAL_ROWS"] = allocate((2, parts, lines), torch.float32, t.q.device)
+            values["PARTIAL"] = call.allocate((parts, lines, problem.head_dim_v))
+            values["PARTIAL_ROWS"] = call.allocate((2, parts, lines))
         types = {"BIAS": _NAMES[problem.bias or torch.float32], "SINKS": _NAMES[problem.sinks or torch.float32]}
-        self._run(self._spec("forward", c, with_, call, **types), tiles * units, values, problem, parts)
+        self._run(call, self._spec("forward", c, with_, call, **types), tiles * units, values, parts)
         if parts > 1:
             small, its = config.small(problem, self._arch, "combine")
             spec = self._spec("combine", small, its, call, SINKS=types["SINKS"])
-            self._run(spec, -(-t.lse.numel() // small.rows), values | {"parts": parts}, problem)
+            self._run(call, spec, -(-t.lse.numel() // small.rows), values | {"parts": parts})
+        self._keep(call, t, False)
 
     def _append(self, problem: AttentionProblem, t: Tensors, call: _Call) -> None:
         assert t.k_new is not None and t.v_new is not None
@@ -154,25 +182,26 @@ class TritonPlan:
             "heads_kv": problem.num_heads_kv, "blocks": blocks,
         }  # fmt: skip
         spec = self._spec("append", small, with_, call)
-        self._run(spec, problem.batch * problem.num_heads_kv * blocks, values, problem)
+        self._run(call, spec, problem.batch * problem.num_heads_kv * blocks, values)
 
     # ------------------------------------------------------------ backward
 
     def backward(self, problem: AttentionProblem, t: Tensors) -> None:
         assert t.dout is not None
+        if self._again(problem, t, True):
+            return
         call = _Call(problem, t, self._kernels.forward[0].natural)
-        dlse = None if t.dlse is None else t.dlse.contiguous()
         lines = problem.total_q if problem.packed else -(-problem.seqlen_q // 16) * 16
         figures_all = -(-lines * problem.num_heads_q * (1 if problem.packed else problem.batch) // 16) * 16
-        figures = allocate((3 if self._kernels.forward[0].statistics else 2, figures_all), torch.float32, t.q.device)
+        figures = call.allocate((3 if self._kernels.forward[0].statistics else 2, figures_all))
         small, with_ = config.small(problem, self._arch, "rows", t.dlse is not None)
         tiles, units = _tiles(problem, small.rows, problem.num_heads_q)
         values = call.common | _strides("do", t.dout, problem.packed) | {
-            "OUT": t.out, "DOUT": t.dout, "LSE": t.lse, "STATS": t.stats, "DLSE": dlse, "ROWS": figures,
+            "OUT": t.out, "DOUT": t.dout, "LSE": t.lse, "STATS": t.stats, "DLSE": t.dlse, "ROWS": figures,
             "scale": problem.scale, "DBIAS": None, "DQ": None, "lines": lines, "figures_all": figures_all,
         }  # fmt: skip
         sized = {"units": units, "tiles": tiles}
-        self._run(self._spec("rows", small, with_, call), tiles * units, values | sized, problem)
+        self._run(call, self._spec("rows", small, with_, call), tiles * units, values | sized)
         shared = t.dbias is not None and any(
             stride == 0 and size > 1 for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)
         )
@@ -186,7 +215,9 @@ class TritonPlan:
             small, with_ = config.small(problem, self._arch, "sink_gradient")
             spec = self._spec("sink_gradient", small, with_, call, SINKS=_NAMES[problem.sinks or torch.float32])
             values |= {"DSINKS": t.dsinks, "SINKS": t.sinks}
-            self._run(spec, problem.num_heads_q, values, problem)
+            self._run(call, spec, problem.num_heads_q, values)
+        if not (t.dbias is not None and shared):  # what _bias_gradient adds up behind its kernel is no launch
+            self._keep(call, t, True)
 
     def _query_gradient(
         self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any], dbias: torch.Tensor | None
@@ -197,7 +228,7 @@ class TritonPlan:
         own = values | _map_strides("dbias", dbias) | _strides("dq", t.q if t.dq is None else t.dq, problem.packed)
         own |= {"DQ": t.dq, "DBIAS": dbias, "units": units, "tiles": tiles, "section": self._section(problem, units)}
         spec = self._spec("query_gradient", c, with_, call, BIAS=_NAMES[problem.bias or torch.float32])
-        self._run(spec, tiles * units, own, problem)
+        self._run(call, spec, tiles * units, own)
 
     def _key_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
         c, with_ = self._fitting(call).gradients["key_gradient"]
@@ -207,10 +238,7 @@ class TritonPlan:
         if paged:  # a row a token of every sequence, summed into pages behind
             capacity = values["seqlen_k"]
             shape = (problem.batch, capacity, problem.num_heads_kv)
-            targets = {
-                name: None if x is None else allocate((*shape, x.shape[-1]), torch.float32, t.q.device)
-                for name, x in targets.items()
-            }
+            targets = {name: None if x is None else call.allocate((*shape, x.shape[-1])) for name, x in targets.items()}
             tiles, units = -(-capacity // c.block_n), problem.num_heads_kv * problem.batch
         elif problem.packed:
             tiles, units = problem.total_k // c.block_n + problem.batch + 1, problem.num_heads_kv
@@ -221,7 +249,7 @@ class TritonPlan:
         for name, x in targets.items():
             own |= {name.upper(): x} | _strides(name, t.q if x is None else x, problem.packed and not paged)
             types[name.upper()] = "fp32" if paged else self._element
-        self._run(self._spec("key_gradient", c, with_, call, **types), tiles * units, own, problem)
+        self._run(call, self._spec("key_gradient", c, with_, call, **types), tiles * units, own)
         if paged:
             for name, x in targets.items():
                 if x is not None:
@@ -238,7 +266,7 @@ class TritonPlan:
         first, rest = config.chunks(dim)
         small = dataclasses.replace(small, head_dim_v=dim, v_first=first, v_rest=rest)
         spec = self._spec("page_gradient", small, with_, call, TARGET=self._element)
-        self._run(spec, pages * heads * -(-page_size // small.rows), values, problem)
+        self._run(call, spec, pages * heads * -(-page_size // small.rows), values)
 
     def _bias_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
         assert t.dbias is not None
@@ -250,12 +278,12 @@ class TritonPlan:
         pairs = problem.batch * problem.num_heads_q * tiles_i * tiles_j // programs
         parts = max(1, min(pairs, 4 * self._arch.multiprocessors // programs))
         elements = sizes[0] * sizes[1] * sizes[2] * sizes[3]
-        partial = allocate((parts, elements), torch.float32, t.q.device)
+        partial = call.allocate((parts, elements))
         own = values | dict(zip(("size_b", "size_h", "size_i", "size_j"), sizes, strict=True)) | {
             "PARTIAL": partial, "tiles_i": tiles_i, "tiles_j": tiles_j, "elements": elements,
         }  # fmt: skip
         spec = self._spec("bias_gradient", c, with_, call, BIAS=_NAMES[problem.bias or torch.float32])
-        self._run(spec, programs, own, problem, parts)
+        self._run(call, spec, programs, own, parts)
         own_part = t.dbias
         for dim, size in enumerate(sizes):
             own_part = own_part.narrow(dim, 0, size)
@@ -269,13 +297,59 @@ def _tiles(problem: AttentionProblem, per_tile: int, heads: int) -> tuple[int, i
     return -(-problem.seqlen_q // per_tile), heads * problem.batch
 
 
+def _form_key(problem: AttentionProblem, t: Tensors, backward: bool) -> tuple[Any, ...]:
+    """All that the launches of a call depend on, but for addresses."""
+    forms = [None if x is None else (x.shape, x.stride(), x.data_ptr() & 15) for x in t.__dict__.values()]
+    return (id(problem), backward, *forms)
+
+
+class _Form:
+    """The launches of one form of call: all that they are but the addresses of operands and workspaces."""
+
+    def __init__(self, problem: AttentionProblem, launches: list[launch.Bound], workspaces: list[tuple[int, ...]]):
+        self._problem = problem  # kept alive, since the key holds its id
+        self._launches, self._workspaces = launches, workspaces
+
+    @classmethod
+    def of(cls, call: _Call, t: Tensors, arch: str, index: int) -> _Form | None:
+        """The form of a call that has run; None if it passed a tensor that the next one would not have."""
+        fields = {name: place for place, name in enumerate(t.__dict__)}
+        own = {id(x): len(fields) + place for place, x in enumerate(call.workspaces)}
+        own |= {id(x): fields[field] for field, x in (("dk", t.dk), ("dv", t.dv)) if x is not None}  # made by core
+        bound = []
+        for spec, grid, values in call.launches:
+            sources = {}
+            for name in launch.arguments(spec.kernel):
+                value, field = values.get(name), _FIELDS.get(name, name.lower())
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if id(value) in own:
+                    sources[name] = own[id(value)]
+                elif field in fields and value is getattr(t, field):
+                    sources[name] = fields[field]
+                else:
+                    return None
+            bound.append(launch.Bound(spec, arch, index, grid, values, sources, call.problem))
+        return cls(call.problem, bound, [tuple(x.shape) for x in call.workspaces])
+
+    def launch(self, t: Tensors) -> None:
+        tensors = list(t.__dict__.values())
+        for shape in self._workspaces:
+            tensors.append(allocate(shape, torch.float32, t.q.device))
+        for one in self._launches:
+            one(tensors)
+
+
 class _Call:
     """What the kernels of one call share: arguments by name, and how operands lie in memory.
 
-    natural: whether scores are, as in Features.
+    natural: whether scores are, as in Features. launches and workspaces say what the call did.
     """
 
     def __init__(self, problem: AttentionProblem, t: Tensors, natural: bool) -> None:
+        self.problem, self._device = problem, t.q.device
+        self.launches: list[tuple[Spec, tuple[int, int], Mapping[str, Any]]] = []
+        self.workspaces: list[torch.Tensor] = []
         paged = problem.page_size is not None
         operands = [x for x in (t.q, t.k, t.v, t.out, t.dout, t.dq, t.dk, t.dv, t.k_new, t.v_new) if x is not None]
         maps = [x for x in (t.bias, t.mask, t.block_mask, t.dbias) if x is not None]
@@ -285,7 +359,7 @@ class _Call:
         self.small = all(_reach(x) < 1 << 31 for x in operands + maps)
         # offsets within a tile reach over 256 rows or columns
         self.wide = any(stride * 256 >= 1 << 31 for x in operands + maps for stride in x.stride())
-        mapped = {"K_MAP": t.k, "V_MAP": t.v, "Q_MAP": t.q, "DOUT_MAP": t.dout}
+        mapped = {name: getattr(t, field) for name, field in _MAPS.items()}
         self.mappable = all(x is None or _mappable(x) for x in mapped.values())
         left, right = problem.window
         threshold = problem.dropout_threshold
@@ -315,5 +389,10 @@ class _Call:
             "cap": 0.0 if cap is None else cap * unit,
             "keep_scale": 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0,
             "rows_all": t.lse.numel(),
-            **{name: None if x is None else x.transpose(1, 2) for name, x in mapped.items()},
+            **mapped,
         }  # fmt: skip
+
+    def allocate(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """A float32 workspace."""
+        self.workspaces.append(allocate(shape, torch.float32, self._device))
+        return self.workspaces[-1]
