@@ -192,7 +192,7 @@ def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mappin
             function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
         return
     ordered = [_passed(name, values.get(name), spec) for name in names]
-    _launch(_loaded(spec, arch, index)[(*grid, 1)], ordered, spec, problem)
+    _launch(_loaded(spec, arch, index)[grid[0], grid[1], 1], ordered, spec, problem)
 
 
 @contextlib.contextmanager
@@ -264,7 +264,7 @@ class Bound:
         self._maps = [
             (place, sources[name], _Map(name, values[name], spec.config)) for place, name in maps if spec.config.maps
         ]
-        self._kernel = None if interpreted() or 0 in grid else _loaded(spec, arch, index)[(*grid, 1)]
+        self._kernel = None if interpreted() or 0 in grid else _loaded(spec, arch, index)[grid[0], grid[1], 1]
 
     def __call__(self, tensors: list[torch.Tensor]) -> None:
         """Launch on the current stream."""
