@@ -102,7 +102,11 @@ class Family:
 
 @runtime_checkable
 class Plan(Protocol):
-    """A configured kernel, ready to run for every problem of one signature and size class."""
+    """A configured kernel, ready to run for every problem of one signature and size class.
+
+    One for the host may also have `direct(problem, strides)`: given the strides of q, k, v, out and lse, a capsule with
+    the entry of csrc/common/direct.h, which runs forward of those five without Python, or None.
+    """
 
     def forward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         """Fill out, lse and stats on the current stream of the tensors' device; append k_new/v_new first."""

@@ -63,19 +63,20 @@ if _front is not None:
 
 
 def keep(form: Form, operands: Operands, scalars: Scalars, spec: str) -> None:
-    """Let find() run the next call like this one, which has just run."""
-    set_now = settings.current()
-    if set_now.debug or set_now.shadow:
-        return  # what they ask for is done on the whole way
+    """Let find() run the next call like this one, which has just run, or leave it alone at once."""
+    if spec != dispatch.requested(form[-1]):
+        return  # another thread has changed what is set
     prepared = prepare(operands, scalars, spec)
-    if not (prepared.as_is and prepared.in_memory):
-        return
     if not dispatch.settled(prepared.problem, dispatch.target_of(operands.q.device), spec):
         return
-    direct = None
-    if prepared.device.type == "cpu" and not scalars.grads and hasattr(prepared.plan, "direct"):
-        direct = prepared.plan.direct(
-            prepared.problem, (*(x.stride() for x in operands[:3]), prepared.out[1], prepared.lse[1])
-        )
+    asked = (scalars.grads, scalars.deterministic)
+    set_now = settings.current()
+    if set_now.debug or set_now.shadow or not (prepared.as_is and prepared.in_memory):
+        _front.keep(*form, *asked, *[None] * 7)  # what is asked for is done on the whole way
+        return
+    direct = getattr(prepared.plan, "direct", None) if prepared.device.type == "cpu" and not scalars.grads else None
+    if direct is not None:
+        strides = (*(x.stride() for x in operands[:3]), prepared.out[1], prepared.lse[1])
+        direct = direct(prepared.problem, strides)
     dtype = None if prepared.lse_dtype == prepared.problem.dtype else prepared.lse_dtype
-    _front.keep(*form, (prepared, scalars), direct, *prepared.out, *prepared.lse, dtype)
+    _front.keep(*form, *asked, (prepared, scalars), direct, *prepared.out, *prepared.lse, dtype)

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
@@ -83,7 +84,7 @@ struct Surroundings {
     Ref forward_ad, settings, registry;  // dictionaries
     Ref stack;                           // what use_backend() and use_config() set for this thread
     Ref is_neg, requires_grad, new_empty_strided, run_kept;
-    Ref level_name, settings_name, names_name, token_name, generation_name, dtype_names;
+    Ref is_meta, level_name, settings_name, names_name, token_name, generation_name, dtype_names;
 };
 Surroundings* around = nullptr;
 
@@ -141,7 +142,8 @@ struct Equal {
     bool operator()(const Key& a, const Key& b) const { return std::memcmp(&a, &b, sizeof(Key)) == 0; }
 };
 
-// What a form needs to run. Without `direct`, or where a gradient is asked for, run_kept() of Python runs it.
+// What a form needs to run. Without `direct`, or where a gradient is asked for, run_kept() of Python runs it. Without a
+// token the form is not for here, and is kept so that the next such call need not be looked at again.
 struct Kept {
     Ref token, settings, capsule;
     const Direct* direct = nullptr;
@@ -151,6 +153,14 @@ struct Kept {
 using Forms = std::unordered_map<Key, std::shared_ptr<const Kept>, Hash, Equal>;
 Forms& forms = *new Forms;  // never destroyed: by then there is no interpreter
 long long generation = -1;
+
+// What this thread's last find() did not have. Only that is kept: who runs a call and changes what is set meanwhile must
+// not leave the result of one state under the key of another.
+struct Missed {
+    Key key;
+    long long generation = -2;
+};
+thread_local Missed missed;
 
 void forget() {
     Forms dropped;
@@ -166,11 +176,13 @@ enum Argument {
 
 enum Verdict { kError = -1, kOrdinary = 0, kLeave = 1 };
 
-Verdict read_tensor(PyObject* object, Layout& layout, void*& data) {
+bool is_plain_tensor(PyObject* object) {
     const PyTypeObject* type = Py_TYPE(object);
-    if (type != reinterpret_cast<PyTypeObject*>(around->tensor_type.get()) &&
-        type != reinterpret_cast<PyTypeObject*>(around->parameter_type.get()))
-        return kLeave;
+    return type == reinterpret_cast<PyTypeObject*>(around->tensor_type.get()) ||
+           type == reinterpret_cast<PyTypeObject*>(around->parameter_type.get());
+}
+
+Verdict read_tensor(PyObject* object, Layout& layout, void*& data) {
     DLTensor tensor;
     if (around->api->tensor_from_object(object, &tensor) != 0) {  // sparse, on the meta device, without memory
         PyErr_Clear();
@@ -242,6 +254,7 @@ Verdict read_plain(PyObject* const* args, Key& key) {
 // Whether nothing but the arguments has a say in the call; fills in what is set.
 Verdict read_surroundings(PyObject* const* args, Key& key) {
     if (integer_in(around->forward_ad, around->level_name, 0) >= 0) return kLeave;  // -1 outside forward mode
+    if (PyErr_Occurred()) return kError;
     const Ref names(PyObject_GetAttr(around->stack.get(), around->names_name.get()));
     const Ref token(PyObject_GetAttr(around->stack.get(), around->token_name.get()));
     if (!names || !token) return kError;
@@ -270,12 +283,20 @@ Verdict read_surroundings(PyObject* const* args, Key& key) {
     return kOrdinary;
 }
 
+// Tensors last: what is wrapped by a transform, or has no memory, makes DLPack throw, which takes a millisecond.
 Verdict read_call(PyObject* const* args, Key& key, void* (&address)[5]) {
     std::memset(&key, 0, sizeof(key));
+    for (int i = 0; i < 3; ++i)
+        if (!is_plain_tensor(args[i])) return kLeave;
     Verdict verdict = read_plain(args, key);
+    if (verdict == kOrdinary) verdict = read_surroundings(args, key);
+    if (verdict != kOrdinary) return verdict;
+    const Ref meta(PyObject_GetAttr(args[kQ], around->is_meta.get()));
+    if (!meta) return kError;
+    if (meta.get() != Py_False) return kLeave;
     Layout* const layouts[] = {&key.q, &key.k, &key.v};
     for (int i = 0; verdict == kOrdinary && i < 3; ++i) verdict = read_tensor(args[i], *layouts[i], address[i]);
-    return verdict == kOrdinary ? read_surroundings(args, key) : verdict;
+    return verdict;
 }
 
 bool forget_if_stale() {
@@ -310,7 +331,7 @@ PyObject* run_direct(const Kept& kept, PyObject* const* args, void* (&address)[5
     Py_BEGIN_ALLOW_THREADS
     wrong = kept.direct->run(kept.direct, address, static_cast<int>(count));
     Py_END_ALLOW_THREADS
-    if (wrong && !*wrong) return PyErr_NoMemory();
+    if (wrong && !*wrong) return PyErr_SetString(PyExc_MemoryError, "std::bad_alloc"), nullptr;
     if (wrong) return PyErr_Format(PyExc_RuntimeError, "%s", wrong);
     return with_lse ? PyTuple_Pack(2, out.get(), lse.get()) : out.release();
 }
@@ -332,16 +353,22 @@ PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     if (!forget_if_stale()) return nullptr;
     const auto at = forms.find(key);
-    if (at == forms.end()) Py_RETURN_FALSE;
+    if (at == forms.end()) {
+        missed.key = key, missed.generation = generation;
+        Py_RETURN_FALSE;
+    }
     const std::shared_ptr<const Kept> kept = at->second;  // another thread may clear the forms meanwhile
+    if (!kept->token) Py_RETURN_NONE;
     if (kept->direct && !key.grads) return run_direct(*kept, args, address);
     PyObject* stack[] = {nullptr, kept->token.get(), args[kQ], args[kK], args[kV], args[kReturnLse]};
     return PyObject_Vectorcall(around->run_kept.get(), stack + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
-// keep(*arguments of find, token, direct, out_shape, out_strides, lse_shape, lse_strides, lse_dtype): whether it was.
-PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!right_count(count, kArguments + 7, "keep")) return nullptr;
+// keep(*arguments of find, grads, deterministic, token, direct, out_shape, out_strides, lse_shape, lse_strides, lse_dtype):
+// whether it was. grads and deterministic are those that the call ran with; a token of None keeps a form as not for here.
+constexpr int kRest = 9;
+
+PyObject* keep_checked(PyObject* const* args) {
     Key key;
     void* address[5];
     switch (read_call(args, key, address)) {
@@ -349,23 +376,36 @@ PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
         case kLeave: Py_RETURN_FALSE;
         case kOrdinary: break;
     }
+    auto kept = std::make_shared<Kept>();
+    kept->settings = Ref::to(static_cast<PyObject*>(const_cast<void*>(key.settings)));
     if (!forget_if_stale()) return nullptr;
     PyObject* const* rest = args + kArguments;
-    auto kept = std::make_shared<Kept>();
-    kept->token = Ref::to(rest[0]);
-    kept->settings = Ref::to(static_cast<PyObject*>(const_cast<void*>(key.settings)));
-    if (rest[1] != Py_None) {
-        kept->capsule = Ref::to(rest[1]);
-        kept->direct = static_cast<const Direct*>(PyCapsule_GetPointer(rest[1], attnlib::kDirectName));
-        if (!kept->direct) return nullptr;
+    const long long grads = PyLong_AsLongLong(rest[0]);
+    const int deterministic = PyObject_IsTrue(rest[1]);
+    if ((grads == -1 && PyErr_Occurred()) || deterministic < 0) return nullptr;
+    const bool same = missed.generation == generation && Equal()(missed.key, key);
+    if (!same || grads != key.grads || deterministic != key.deterministic) Py_RETURN_FALSE;
+    if (rest[2] != Py_None) kept->token = Ref::to(rest[2]);
+    if (PyCapsule_IsValid(rest[3], attnlib::kDirectName)) {
+        kept->capsule = Ref::to(rest[3]);
+        kept->direct = static_cast<const Direct*>(PyCapsule_GetPointer(rest[3], attnlib::kDirectName));
     }
-    kept->out_shape = Ref::to(rest[2]), kept->out_strides = Ref::to(rest[3]);
-    kept->lse_shape = Ref::to(rest[4]), kept->lse_strides = Ref::to(rest[5]);
-    if (rest[6] != Py_None) kept->lse_dtype = Ref::to(rest[6]);
+    kept->out_shape = Ref::to(rest[4]), kept->out_strides = Ref::to(rest[5]);
+    kept->lse_shape = Ref::to(rest[6]), kept->lse_strides = Ref::to(rest[7]);
+    if (rest[8] != Py_None) kept->lse_dtype = Ref::to(rest[8]);
     if (forms.size() >= kForms) forget();
     std::shared_ptr<const Kept> added = std::move(kept);
     forms[key].swap(added);
     Py_RETURN_TRUE;
+}
+
+PyObject* keep(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (!right_count(count, kArguments + kRest, "keep")) return nullptr;
+    try {
+        return keep_checked(args);
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    }
 }
 
 PyObject* clear(PyObject*, PyObject*) {
@@ -380,9 +420,9 @@ PyObject* size(PyObject*, PyObject*) { return PyLong_FromSize_t(forms.size()); }
 // this torch.
 PyObject* configure(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 14) return PyErr_Format(PyExc_TypeError, "configure: needs 14 arguments, got %zd", count);
+    if (!PyCapsule_IsValid(args[0], "dlpack_exchange_api")) Py_RETURN_FALSE;
     auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(args[0], "dlpack_exchange_api"));
-    if (!api) return nullptr;
-    if (api->major != 1 || !api->tensor_from_object) Py_RETURN_FALSE;
+    if (!api || api->major != 1 || !api->tensor_from_object) Py_RETURN_FALSE;
     auto made = std::make_unique<Surroundings>();
     made->api = api;
     made->tensor_type = Ref::to(args[1]), made->parameter_type = Ref::to(args[2]);
@@ -397,6 +437,7 @@ PyObject* configure(PyObject*, PyObject* const* args, Py_ssize_t count) {
     made->stack = Ref::to(args[10]);
     made->is_neg = Ref::to(args[11]), made->new_empty_strided = Ref::to(args[12]), made->run_kept = Ref::to(args[13]);
     made->requires_grad = Ref(PyUnicode_InternFromString("requires_grad"));
+    made->is_meta = Ref(PyUnicode_InternFromString("is_meta"));
     made->level_name = Ref(PyUnicode_InternFromString("_current_level"));
     made->settings_name = Ref(PyUnicode_InternFromString("_current"));
     made->names_name = Ref(PyUnicode_InternFromString("names"));
@@ -404,7 +445,7 @@ PyObject* configure(PyObject*, PyObject* const* args, Py_ssize_t count) {
     made->generation_name = Ref(PyUnicode_InternFromString("generation"));
     made->dtype_names = Ref(Py_BuildValue("(s)", "dtype"));
     if (PyErr_Occurred()) return nullptr;
-    delete around;
+    std::unique_ptr<Surroundings> old(around);
     around = made.release();
     Py_RETURN_TRUE;
 }
