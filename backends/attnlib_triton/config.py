@@ -54,6 +54,7 @@ class Features:
     dropout: bool
     pack: bool
     maps: bool  # the copy engine fetches tiles
+    ptx: bool  # a kernel may hold PTX; false where there is no use for it
     block_m: int
     block_n: int
 
@@ -198,6 +199,7 @@ def features(problem: AttentionProblem, arch: Arch) -> dict[str, Any]:
         "alibi": problem.alibi,
         "dropout": problem.dropout_threshold > 0,
         "pack": False,
+        "ptx": arch.kind == "nvidia" and problem.dropout_threshold > 0,
         "maps": False,
     }
 

@@ -128,7 +128,7 @@ def _gradients(x, dp, figures, place, seq, call, EDGE: tl.constexpr, TRANSPOSED:
             p = tl.exp2(s - m)
     kept = p
     if C.dropout:
-        keep = keeps(call.seed, place, call.scalars.threshold, C.block_m, C.block_n, TRANSPOSED)
+        keep = keeps(call.seed, place, call.scalars.threshold, C.block_m, C.block_n, TRANSPOSED, C.ptx)
         kept = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * call.scalars.keep_scale, 0.0)
     ds = p * (dp - delta)

@@ -55,7 +55,7 @@ def _take(state, q, q_rows, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl
     x = scores_dot(q, q_rows, k, k_rows, M, N, C)
     p, highest, correction, total = _weights(x, m, total, place, seq, call, EDGE, C)
     if C.dropout:
-        kept = keeps(call.seed, place, call.scalars.threshold, M, N, False)
+        kept = keeps(call.seed, place, call.scalars.threshold, M, N, False, C.ptx)
         p = tl.where(kept, p, 0.0)
     return add_product(p, v, scaled(acc, correction[:, None]), C), highest, total
 
