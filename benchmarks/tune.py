@@ -306,8 +306,9 @@ def applied(table: Table, value: Mapping[str, Any], name: str) -> Table:
     return new
 
 
-def apply(paths: Iterable[Path], file: Path = hopper_shapes.PATH) -> Table:
+def apply(paths: Iterable[Path]) -> Table:
     """Rewrite the table with files of results; ValueError, and nothing written, if one can't be applied."""
+    file = hopper_shapes.PATH
     new = hopper_shapes.parse(file.read_text(encoding="utf-8"), file.name)
     for path in paths:
         new = applied(new, json.loads(path.read_text(encoding="utf-8")), path.stem)

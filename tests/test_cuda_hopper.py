@@ -167,7 +167,8 @@ def test_the_table_is_the_text_of_its_file() -> None:
     results = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
     for row in hopper_shapes.table().rows:
         for figure in row.measured or ():
-            assert json.loads((results / f"{figure.result}.json").read_text())["commit"] == figure.commit
+            if results.exists():  # an sdist has none
+                assert json.loads((results / f"{figure.result}.json").read_text())["commit"] == figure.commit
 
 
 @pytest.mark.parametrize(
