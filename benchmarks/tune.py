@@ -139,7 +139,7 @@ def compiled(problems: Sequence[AttentionProblem], row: Row, shapes: Sequence[Sh
     for (place, shape), result in made.items():
         now = made[place, row.shape]
         if result.error:
-            why = f"does not compile: {run.reason(Exception(result.error))}"
+            why = f"does not compile: {' '.join(result.error.split())[:300]}"
         elif result.spills > now.spills:
             why = f"{result.spills} bytes of spills"
         elif len(result.warnings) > len(now.warnings):

@@ -111,7 +111,7 @@ def test_what_compiling_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = tune.layouts(row)
     assert len(problems) == 3 and len({hopper.forward(problem, HOPPER) for problem in problems}) == 3
     assert tune.compiled(problems, row, [other, spilling, serial, broken]) == {
-        spilling: "16 bytes of spills", serial: "ptxas: (C7514) serialized", broken: "does not compile: no",
+        spilling: "16 bytes of spills", serial: "ptxas: (C7514) serialized", broken: "does not compile: no at all",
     }  # fmt: skip
 
 

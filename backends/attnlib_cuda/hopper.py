@@ -231,9 +231,9 @@ def check(table: Table, target: device.DeviceInfo) -> None:
                 raise ValueError(f"{row}: {error}") from None
 
 
-def typical(row: Row, key: Key, seqlen: int | None = None) -> AttentionProblem:
-    """A problem of one of a row's keys with its head_dim and head_dim_v, and its longest length unless one is given."""
-    length = seqlen or row.seqlen or 8192
+def typical(row: Row, key: Key) -> AttentionProblem:
+    """A problem of one of a row's keys, as large as the row allows."""
+    length = row.seqlen or 8192
     return AttentionProblem(
         dtype=torch.bfloat16, batch=1, seqlen_q=length, seqlen_k=length, num_heads_q=1, num_heads_kv=1,
         head_dim=row.head_dim, head_dim_v=row.head_dim_v, scale=row.head_dim**-0.5,
@@ -255,7 +255,7 @@ def candidates(row: Row, target: device.DeviceInfo, *, differ: int | None = None
     panels_v = -(-row.head_dim_v // 64)
     found = [present]
     for values in itertools.product(*fields.values()):
-        shape = type(present)(*values)
+        shape = type(present)(**dict(zip(fields, values, strict=True)))
         if shape == present or (differ is not None and sum(a != b for a, b in zip(shape, present)) > differ):
             continue
         if isinstance(shape, hopper_shapes.ForwardShape) and shape.out_panels > panels_v:
