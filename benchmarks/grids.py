@@ -49,7 +49,7 @@ class Workload:
             return 2.0 * s.batch * s.heads_q * self.queries * s.seqlen * (s.head_dim + s.head_dim_v)
         if "window" not in self.options:
             return s.flops(direction) * float(self.options.get("block_density", 1.0))
-        left, right = self.options["window"]
+        left, right = (s.seqlen if end is None else end for end in self.options["window"])
         rows = torch.arange(s.seqlen)
         seen = (rows + (0 if s.causal else right)).clamp(max=s.seqlen - 1) - (rows - left).clamp(min=0) + 1
         return dataclasses.replace(s, causal=False).flops(direction) * float(seen.sum()) / s.seqlen**2

@@ -74,7 +74,7 @@ def verdict(work: Workload, backend: str, device: torch.device, backward: bool) 
     except Exception as error:
         return f"failed: {reason(error)}"
     finally:
-        _free()
+        free()
 
 
 def make(maker: Callable[[bool], peers.Pair], directions: Sequence[str]) -> tuple[peers.Pair | None, dict[str, str]]:
@@ -88,7 +88,7 @@ def make(maker: Callable[[bool], peers.Pair], directions: Sequence[str]) -> tupl
                 refused[direction] = reason(error)
         return None, refused
     finally:
-        _free()
+        free()
 
 
 def measure(
@@ -135,7 +135,7 @@ def _same(made: dict[str, peers.Pair], mine: Sequence[str], refused: Mapping[str
         return
     for name in [name for name in made if name.removesuffix(PLAIN) not in mine]:
         try:
-            off = (_distance(*results) for results in zip(_results(made[name]), _results(ours)))
+            off = (distance(*results) for results in zip(_results(made[name]), _results(ours)))
             why = next((f"its results are {x:.2g} from ours" for x in off if not x < FAR), "")
         except Exception as error:
             why = reason(error)
@@ -152,7 +152,7 @@ def _results(pair: peers.Pair) -> Iterator[torch.Tensor]:
         yield from pair[1]()
 
 
-def _distance(theirs: torch.Tensor, ours: torch.Tensor) -> float:
+def distance(theirs: torch.Tensor, ours: torch.Tensor) -> float:
     """Of two results in either layout, over the norm of ours: few and many keys count alike. NaN if either has one."""
     theirs = theirs if theirs.shape == ours.shape else theirs.transpose(1, 2)
     if theirs.shape != ours.shape:
@@ -160,7 +160,8 @@ def _distance(theirs: torch.Tensor, ours: torch.Tensor) -> float:
     return float((theirs.float() - ours.float()).norm() / ours.float().norm())
 
 
-def _free() -> None:
+def free() -> None:
+    """Give back what no contender holds any more."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -220,7 +221,7 @@ def memory(work: Workload, contenders: Sequence[Contender], directions: Sequence
                 except Exception as error:
                     refused[direction][contender.name] = reason(error)
         call = pair = None
-        _free()
+        free()
     return [
         {"workload": str(work), "seqlen": work.shape.seqlen, "direction": direction, "extra_bytes": found[direction],
          "refused": refused[direction]}

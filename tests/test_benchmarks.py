@@ -303,9 +303,13 @@ def test_a_peer_that_cannot_repeat_its_backward_has_none() -> None:
 def test_flops_of_a_window() -> None:
     from benchmarks import grids
 
-    for kind, window, right in (("causal", (3, 0), 0), ("causal", (3, 9), 0), ("full", (3, 2), 2)):
+    for kind, window, right in (
+        ("causal", (3, 0), 0), ("causal", (3, 9), 0), ("full", (3, 2), 2), ("full", (3, None), 16),
+        ("full", (None, 2), 2),
+    ):  # fmt: skip
         work = grids.Workload(bench.Shape.parse(f"B1 S16 H1 D4 {kind}"), options={"window": window})
-        pairs = sum(i - 3 <= j <= i + right for i in range(16) for j in range(16))
+        left = 16 if window[0] is None else window[0]
+        pairs = sum(i - left <= j <= i + right for i in range(16) for j in range(16))
         assert work.flops("forward") == 2.0 * pairs * 8
 
 

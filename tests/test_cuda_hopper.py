@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 
 import attnlib
 from attnlib.problem import AttentionProblem
-from attnlib_cuda import device, hopper, jit, params, steps
+from attnlib_cuda import device, hopper, hopper_shapes, jit, params, steps
 
 HOPPER = device.for_arch("sm_90")
 PLAIN = AttentionProblem(
@@ -125,3 +129,160 @@ def test_what_repeats_in_memory_is_copied_for_its_map(monkeypatch: pytest.Monkey
     plain = torch.randn(2, 5, 4, 64)[:, :, ::2]
     assert steps._spread(plain) is plain
     steps._map.cache_clear()
+
+
+# --- the table of shapes ----------------------------------------------------------------------------------------------
+
+
+def problems() -> Iterator[AttentionProblem]:
+    """All that decides between rows, at head dims between theirs."""
+    for head_dim, head_dim_v in [*SIZES, (72, 56), (104, 104), (112, 112), (120, 96), (136, 128), (136, 136)]:
+        for window, softcap, dropout_p, deterministic, seqlen in itertools.product(
+            [(None, None), (None, 0), (64, None), (64, 64)], [None, 30.0], [0.0, 0.1], [False, True], [2048, 2049, 5000]
+        ):
+            yield replace(
+                PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, window=window, softcap=softcap, dropout_p=dropout_p,
+                deterministic=deterministic, seqlen_q=seqlen, seqlen_k=seqlen, grads=("q", "k", "v"),
+            )  # fmt: skip
+
+
+def test_the_shipped_table_fits_and_decides_everything() -> None:
+    table = hopper_shapes.table()
+    hopper.check(table, HOPPER)
+    used = set()
+    for problem in problems():
+        for kernel, make in (("forward", hopper.forward), ("backward", hopper.backward)):
+            row = table.find(kernel, problem)
+            used.add(str(row))
+            assert problem.head_dim <= row.head_dim and problem.head_dim_v <= row.head_dim_v
+            config = make(problem, HOPPER)
+            assert config is not None and config == make(replace(problem), HOPPER)
+            assert {name: getattr(config, name) for name in row.shape._fields} == row.shape._asdict()
+    assert used == {str(row) for row in table.rows}
+
+
+def test_the_table_is_the_text_of_its_file() -> None:
+    text = hopper_shapes.PATH.read_text(encoding="utf-8")
+    assert hopper_shapes.dump(hopper_shapes.parse(text, "x")) == text
+    results = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+    for row in hopper_shapes.table().rows:
+        for figure in row.measured or ():
+            if results.exists():  # an sdist has none
+                assert json.loads((results / f"{figure.result}.json").read_text())["commit"] == figure.commit
+
+
+@pytest.mark.parametrize(
+    ("problem", "kernel", "name"),
+    [
+        ({"head_dim": 56, "head_dim_v": 48}, "forward", "forward D64 full,causal to 4096, no softcap, no dropout"),
+        ({"head_dim": 72, "head_dim_v": 72, "window": (None, 0), "seqlen_k": 2048}, "forward",
+         "forward D128 causal to 2048, no softcap, no dropout"),
+        ({"head_dim": 136, "head_dim_v": 128}, "forward",
+         "forward D192/128 full,causal,left,window, no softcap, no dropout"),
+        ({"head_dim": 136, "head_dim_v": 136}, "forward", "forward D192 full,causal,left,window, no dropout"),
+        ({"head_dim": 64, "head_dim_v": 64, "dropout_p": 0.5}, "forward",
+         "forward D128 full,causal,left,window, no softcap, dropout"),
+        ({"seqlen_q": 4096, "seqlen_k": 9999, "window": (9, 9)}, "backward",
+         "backward D128 causal,window to 4096, no softcap"),
+        ({"seqlen_q": 4097, "window": (9, 9)}, "backward", "backward D128 full,causal,left,window, no softcap"),
+    ],
+)  # fmt: skip
+def test_the_next_row_that_holds_a_problem_decides(problem: dict[str, Any], kernel: str, name: str) -> None:
+    assert str(hopper_shapes.table().find(kernel, replace(PLAIN, **problem))) == name
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> str:
+    value = json.loads(hopper_shapes.PATH.read_text(encoding="utf-8"))
+    change(value)
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["forward"][3].update(warp=1), r"f.json: forward row 3 \(.*unknown field 'warp'; known: head_dim"),
+        (lambda v: v["forward"][3].update(deterministic=True), r"forward row 3 .*unknown field 'deterministic'"),
+        (lambda v: v["backward"][1]["shape"].update(stages=2), "backward row 1 .*shape: unknown field 'stages'"),
+        (lambda v: v["backward"][1]["shape"].pop("order"), "backward row 1 .*shape: order is missing"),
+        (lambda v: v["forward"][0]["shape"].update(stages=True), "forward row 0 .*shape: stages: got True"),
+        (lambda v: v["forward"][0].update(head_dim="64"), "forward row 0 .*head_dim: got '64'"),
+        (lambda v: v["forward"][0].update(kinds=["causal", "causal"]), "forward row 0 .*kinds: needs some of full"),
+        (lambda v: v["forward"][0].update(head_dim_v=128), "forward row 0 .*head_dim_v at most head_dim"),
+        (lambda v: v["forward"][0].update(seqlen=0), "forward row 0 .*seqlen: needs at least 1"),
+        (lambda v: v["forward"][0]["measured"][0].pop("commit"), "forward row 0 .*measured: commit is missing"),
+        (lambda v: v["forward"][0].update(measured=5), "forward row 0 .*measured: needs null or a list"),
+        (lambda v: v["forward"].append(5), "forward row 18: needs an object, got 5"),
+        (lambda v: v["forward"].append(v["forward"][0]), "two rows for the same problems: forward D64 full,causal to"),
+        (lambda v: v["backward"].pop(6), "no row for .*backward.*head_dim_v 256 and no seqlen"),
+        (lambda v: v.update(other=[]), "f.json: needs an object of forward and backward"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_names_the_row(change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hopper_shapes.parse(edited(change), "f.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "shape", "message"),
+    [
+        (("forward", 12), {"block_k": 128}, "forward D256 .*shared memory: needs at most 232448 bytes"),
+        (("forward", 6), {"block_k": 72}, "forward D128 full,causal, .*block_k: needs one of"),
+        (("forward", 13), {"block_k": 80}, "forward D128 .*block_k: with dropout needs a multiple of 32"),
+        (("forward", 0), {"warpgroups": 5}, "forward D64 .*warpgroups: needs 2, 3 or 4, got 5"),
+        (("forward", 0), {"block_k": 128}, "forward D64 .*registers: needs less than 112, tiles alone take 128"),
+        (("forward", 0), {"stages": 1}, "forward D64 .*needs stages >= 2"),
+        (("backward", 6), {"split": False}, "backward D256 .*registers: needs less than 240"),
+        (("backward", 6), {"order": True}, "backward D256 .*order: split warpgroups"),
+        (("backward", 6), {"block_q": 128}, "backward D256 .*tiles: need 64 queries x 64 keys split"),
+    ],
+)  # fmt: skip
+def test_a_shape_that_does_not_fit_names_its_row(place: tuple[str, int], shape: dict[str, Any], message: str) -> None:
+    kernel, number = place
+    table = hopper_shapes.parse(edited(lambda v: v[kernel][number]["shape"].update(shape)), "x")
+    with pytest.raises(ValueError, match=message):
+        hopper.check(table, HOPPER)
+
+
+@pytest.mark.parametrize("row", hopper_shapes.table().rows, ids=str)
+def test_candidates_fit_and_begin_with_the_present_shape(row: hopper_shapes.Row) -> None:
+    found = hopper.candidates(row, HOPPER)
+    near = hopper.candidates(row, HOPPER, differ=1)
+    assert found[0] == near[0] == row.shape and len(set(found)) == len(found) and set(near) <= set(found)
+    make = hopper.forward if row.kernel == "forward" else hopper.backward
+    for shape in found[:: max(1, len(found) // 20)]:
+        for key in row.decides():
+            for more in ({}, {"lengths": True}, {"packed": True}):
+                config = make(replace(hopper.typical(row, key), **more), HOPPER, shape=shape._asdict())
+                assert config is not None and config.shared_bytes <= HOPPER.smem_per_block
+                assert {name: getattr(config, name) for name in shape._fields} == shape._asdict()
+
+
+def test_what_was_tried_is_among_the_candidates() -> None:
+    """Shapes of docs/kernels/sm90_forward.md."""
+    rows = {str(row): row for row in hopper_shapes.table().rows}
+    wide = hopper.candidates(rows["forward D128 full,causal, no softcap, no dropout"], HOPPER)
+    for shape in ((3, 80, 3, 2, False, 0), (3, 64, 3, 2, False, 0), (2, 64, 4, 2, True, 0)):
+        assert hopper_shapes.ForwardShape(*shape) in wide
+    small = hopper.candidates(rows["forward D64 full, no softcap, no dropout"], HOPPER)
+    assert {(4, 64, 4, 2, False, 0), (2, 192, 2, 2, False, 0)} <= {tuple(shape) for shape in small}
+
+
+def test_the_length_decides_in_every_call_not_in_the_first() -> None:
+    """A plan is kept for a class of sizes: rows of the table must not share one."""
+    target = attnlib.dispatch.parse_target("sm_90")
+    found = {}
+    for seqlen in (1024, 8192, 1024):
+        problem = replace(PLAIN, head_dim=64, head_dim_v=64, seqlen_q=seqlen, seqlen_k=seqlen)
+        plan = attnlib.dispatch.plan_for(problem, target, "cuda:sm_90")[1]
+        config = hopper.forward(problem, HOPPER)
+        assert config is not None
+        found[seqlen] = plan.describe()["block_k"], config.block_k  # type: ignore[attr-defined]
+    assert found == {1024: (64, 64), 8192: (128, 128)}
+
+
+def test_a_shape_that_is_asked_for_and_does_not_fit_is_refused() -> None:
+    target = attnlib.dispatch.parse_target("sm_90")
+    with attnlib.dispatch.use_config({"wgmma_forward": {"block_k": 256}}):
+        spec = attnlib.dispatch.requested("cuda:sm_90")
+    with pytest.raises(attnlib.UnsupportedError, match="cuda:sm_90: config: registers: needs less than 232"):
+        attnlib.dispatch.plan_for(PLAIN, target, spec)

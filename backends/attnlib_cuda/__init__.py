@@ -91,10 +91,12 @@ class CudaBackend(BackendBase):
         return tuple(found)
 
     def size_class(self, problem: AttentionProblem, family: str, target: Target) -> Hashable:
-        from . import features
+        from . import device, features, hopper
 
         left, right = problem.window
-        return features.rows(problem), features.pack(problem), left is None, right is None
+        info = device.info(target.index or 0) if target.present else device.for_arch(target.arch)
+        rows = hopper.size_class(problem, info) if family == "sm_90" else None
+        return features.rows(problem), features.pack(problem), left is None, right is None, rows
 
     def plan(
         self, problem: AttentionProblem, family: str, target: Target, config: Mapping[str, Any] | None = None

@@ -1,17 +1,23 @@
-"""Configurations of the wgmma kernels, and which problems they cover: pure functions, no GPU touched."""
+"""Configurations of the wgmma kernels, and which problems they cover: pure functions, no GPU touched.
+
+Tile shapes were measured: hopper_shapes.json has them, hopper_shapes.py finds the row that decides. Here is what
+follows from a shape, and what it must fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attnlib.problem import AttentionProblem
 
-from . import device, params
+from . import device, hopper_shapes, params
 from .features import Features, features, rows
+from .hopper_shapes import LARGEST, Key, Row, Shape, Table
 from .spec import KernelSpec
 
 
@@ -99,92 +105,173 @@ class BackwardConfig(Features):
         return rows * 128 + scores + 16 * self.block_q + 4 * 48 + 96 + drawn
 
 
-WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has
+WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has, and 32
+_COMPUTING = {2: 232, 3: 160, 4: 112}  # warpgroups: registers of a thread of theirs
+_FORWARD_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "warpgroups": (2, 3, 4), "block_k": (32, *WGMMA_WIDTHS), "stages": (2, 3, 4), "q_buffers": (1, 2),
+    "q_in_registers": (False, True), "out_panels": (0, 1, 2),
+}  # fmt: skip
+_BACKWARD_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "split": (False, True), "block_q": (64, 128), "early_dv": (False, True), "drain": (False, True),
+    "order": (False, True),
+}  # fmt: skip
 
 
-class _Shape(NamedTuple):
-    """Fields of ForwardConfig."""
-
-    warpgroups: int
-    block_k: int
-    stages: int
-    q_buffers: int
-    q_in_registers: bool = False
-    out_panels: int = 0
+# ---------------------------------------------------------------- choices
 
 
-def _shape(problem: AttentionProblem) -> _Shape:
-    """From the sweeps of docs/kernels/sm90_forward.md."""
-    d, d_v, (left, right) = problem.head_dim, problem.head_dim_v, problem.window
-    full = left is None and right is None
-    capped = problem.softcap is not None  # takes registers, as a left edge and random words do
-    if problem.dropout_threshold > 0:  # keys come in groups of 32
-        if d > 192:
-            return _Shape(2, 64, 2, 1) if full else _Shape(2, 32, 4, 1)
-        if d <= 128:
-            return _Shape(2, 96, 3, 2) if capped else _Shape(2, 128, 2, 2)
-        return _Shape(2, 64, 2, 1)
-    if d <= 64:
-        if capped:
-            return _Shape(2, 96, 2, 2)
-        if problem.seqlen_k <= 4096 and left is None:
-            return _Shape(4, 64, 4, 2)
-        return _Shape(3, 128, 3 if full else 2, 2) if left is None or right is not None else _Shape(3, 96, 3, 2)
-    if d <= 128:
-        if capped or left is not None:
-            return _Shape(3, 80, 3, 2)
-        return _Shape(3, 64, 3, 2) if not full and problem.seqlen_k <= 2048 else _Shape(2, 128, 2, 2, True)
-    if d <= 192:
-        return _Shape(2, 96 if capped else 128, 2, 1, out_panels=1) if d_v <= 128 else _Shape(2, 96, 2, 1)
-    return _Shape(2, 64, 2, 1, out_panels=2)
+def covers(problem: AttentionProblem, target: device.DeviceInfo) -> bool:
+    """Whether the wgmma kernels take the problem."""
+    if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
+        return False
+    lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
+    if lookups or problem.page_size is not None or problem.append:
+        return False
+    return 40 <= problem.head_dim_v <= problem.head_dim <= LARGEST and rows(problem) == 128
 
 
 def forward(
     problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> ForwardConfig | None:
-    """The wgmma forward's configuration; None where that kernel does not cover the problem."""
-    if target.arch != "sm_90a" or problem.dtype not in (torch.float16, torch.bfloat16) or not problem.aligned:
+    """The wgmma forward's configuration; None where that kernel does not cover the problem. shape overrides fields;
+    ValueError if the result does not fit."""
+    if not covers(problem, target):
         return None
-    lookups = problem.bias is not None or problem.mask or problem.alibi or problem.block_mask is not None
-    if lookups or problem.page_size is not None or problem.append:
-        return None
-    if not 40 <= problem.head_dim_v <= problem.head_dim <= 256 or rows(problem) < 128:
-        return None
+    row = hopper_shapes.table().find("forward", problem)
+    chosen = row.shape._asdict() | dict(shape or {})
     common = features(problem, fault) | {
         "sink_element": problem.sinks or torch.float32,
         "has_sinks": problem.sinks is not None,
         "dynamic": problem.window != (None, None) or problem.lengths or problem.packed,
         "columns_v": next(width for width in WGMMA_WIDTHS if problem.head_dim_v <= width),
     }
-    return ForwardConfig(**(common | _shape(problem)._asdict() | dict(shape or {})))
+    config = ForwardConfig(**(common | chosen))
+    if wrong := misfit(config, target):
+        raise ValueError(wrong if shape else f"{hopper_shapes.PATH.name}: {row}: {wrong}")
+    return config
 
 
 def backward(
     problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
 ) -> BackwardConfig | None:
-    """The wgmma backward's configuration; None where that kernel does not cover the problem."""
-    if forward(problem, target) is None:
+    """As forward, for the backward."""
+    if not covers(problem, target):
         return None
-    capped = problem.softcap is not None
-    split = problem.head_dim > (96 if capped else 128)
-    tight = capped or (problem.dropout_threshold > 0 and problem.deterministic)  # for registers
-    short = problem.window.right is not None and problem.seqlen_q <= 4096  # turns cost more than they bring
+    row = hopper_shapes.table().find("backward", problem)
+    chosen = row.shape._asdict() | dict(shape or {})
+    split = chosen["split"]
 
     def width(dim: int) -> int:
         return next(n for n in WGMMA_WIDTHS if dim <= n) if not split else -(-dim // 128) * 64
 
     common = features(problem, fault) | {
         "deterministic": problem.deterministic,
-        "split": split,
-        "block_q": 128 if problem.head_dim <= 64 and not tight else 64,
         "block_k": 64 if split else 128,
         "columns": width(problem.head_dim),
         "columns_v": width(problem.head_dim_v),
-        "early_dv": 64 < problem.head_dim <= 112,
-        "drain": problem.head_dim <= 64,
-        "order": not split and not (short and problem.head_dim > 112),
     }
-    return BackwardConfig(**(common | dict(shape or {})))
+    config = BackwardConfig(**(common | chosen))
+    if wrong := misfit(config, target):
+        raise ValueError(wrong if shape else f"{hopper_shapes.PATH.name}: {row}: {wrong}")
+    return config
+
+
+def size_class(problem: AttentionProblem, target: device.DeviceInfo) -> Hashable:
+    """What lengths decide: the rows of the table; None where the wgmma kernels do not cover the problem."""
+    if not covers(problem, target):
+        return None
+    return tuple(hopper_shapes.table().find(kernel, problem).seqlen for kernel in hopper_shapes.KERNELS)
+
+
+# ---------------------------------------------------------------- what fits
+
+
+def misfit(config: ForwardConfig | BackwardConfig, target: device.DeviceInfo) -> str:
+    """Why a configuration can't be compiled or launched; "" if it can, as far as can be said without compiling."""
+    wrong = _forward_misfit(config) if isinstance(config, ForwardConfig) else _backward_misfit(config)
+    if not wrong and config.shared_bytes > target.smem_per_block:
+        return f"shared memory: needs at most {target.smem_per_block} bytes, got {config.shared_bytes}"
+    return wrong
+
+
+def _forward_misfit(c: ForwardConfig) -> str:
+    if c.warpgroups not in _COMPUTING:  # turns take two at least
+        return f"warpgroups: needs 2, 3 or 4, got {c.warpgroups}"
+    if c.block_k not in (32, *WGMMA_WIDTHS):
+        return f"block_k: needs one of {(32, *WGMMA_WIDTHS)}, got {c.block_k}"
+    if c.dropout and (c.block_k % 32 or c.block_k > 128):
+        return f"block_k: with dropout needs a multiple of 32 up to 128, got {c.block_k}"
+    if c.stages < 2 or c.q_buffers < 1 or c.out_panels < 0:
+        return f"needs stages >= 2, q_buffers >= 1, out_panels >= 0, got {c.stages}, {c.q_buffers}, {c.out_panels}"
+    kept = 4 * -(-c.head_dim // 16) if c.q_in_registers else 0
+    held = c.columns_v // 2 + c.block_k // 2 + c.block_k // 4 + kept  # O, S, P and Q
+    limit = _COMPUTING[c.warpgroups]
+    return f"registers: needs less than {limit}, tiles alone take {held}" if held >= limit else ""
+
+
+def _backward_misfit(c: BackwardConfig) -> str:
+    if c.block_k != (64 if c.split else 128) or c.block_q not in ((64,) if c.split else (64, 128)):
+        return f"tiles: need 64 queries x 64 keys split, else 64 or 128 x 128, got {c.block_q} x {c.block_k}"
+    if c.split and c.order:
+        return "order: split warpgroups meet in every step and take no turns"
+    queries = c.block_q // 2 if c.split else c.block_q
+    held = (c.columns + c.columns_v) // 2 + queries + c.dq_columns // (4 if c.block_q == 64 else 2)  # dK, dV, S, dP, dQ
+    return f"registers: needs less than 240, tiles alone take {held}" if held >= 240 else ""
+
+
+def check(table: Table, target: device.DeviceInfo) -> None:
+    """Raise ValueError that names the row whose shape does not fit target for some problem that it decides."""
+    for row in table.rows:
+        for key in row.decides():
+            problem = typical(row, key)
+            make = forward if row.kernel == "forward" else backward
+            try:
+                make(problem, target, shape=row.shape._asdict())
+            except ValueError as error:
+                raise ValueError(f"{row}: {error}") from None
+
+
+def typical(row: Row, key: Key) -> AttentionProblem:
+    """A problem of one of a row's keys, as large as the row allows."""
+    length = row.seqlen or 8192
+    return AttentionProblem(
+        dtype=torch.bfloat16, batch=1, seqlen_q=length, seqlen_k=length, num_heads_q=1, num_heads_kv=1,
+        head_dim=row.head_dim, head_dim_v=row.head_dim_v, scale=row.head_dim**-0.5,
+        window=hopper_shapes.window_of(key.kind), softcap=30.0 if key.softcap else None,
+        dropout_p=0.1 if key.dropout else 0.0, deterministic=key.deterministic,
+        grads=("q", "k", "v") if row.kernel == "backward" else (),
+    )  # fmt: skip
+
+
+def candidates(row: Row, target: device.DeviceInfo, *, differ: int | None = None) -> list[Shape]:
+    """Every shape that fits target for all problems of a row, the present one first. Whether it spills, NVRTC says.
+
+    differ: fields, at most, in which a shape may differ from the present one.
+    """
+    present = row.shape
+    fields = _FORWARD_FIELDS if row.kernel == "forward" else _BACKWARD_FIELDS
+    make = forward if row.kernel == "forward" else backward
+    problems = [typical(row, key) for key in row.decides()]
+    panels_v = -(-row.head_dim_v // 64)
+    found = [present]
+    for values in itertools.product(*fields.values()):
+        shape = type(present)(**dict(zip(fields, values, strict=True)))
+        if shape == present or (differ is not None and sum(a != b for a, b in zip(shape, present)) > differ):
+            continue
+        if isinstance(shape, hopper_shapes.ForwardShape) and shape.out_panels > panels_v:
+            continue
+        if isinstance(shape, hopper_shapes.BackwardShape) and shape.split and (shape.early_dv or shape.drain):
+            continue  # what they say is for the other way to share the work
+        try:
+            for problem in problems:
+                make(problem, target, shape=shape._asdict())
+        except ValueError:
+            continue
+        found.append(shape)
+    return found
+
+
+# ---------------------------------------------------------------- kernels
 
 
 def forward_kernel(config: ForwardConfig) -> KernelSpec:
