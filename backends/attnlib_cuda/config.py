@@ -256,8 +256,9 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
     elif d > 128:
         shapes = [(1, 4, 2, 32 if _elementwise(problem) else 64), (1, 2, 2, 32)]
     elif d > 64:
-        tiles = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 2, 64)] if _elementwise(problem) else [(2, 4, 2, 64), (1, 4, 2, 32)]
-        shapes = [*tiles, (1, 4, 1, 32)]
+        shapes = [(2, 4, 2, 32 if _elementwise(problem) else 64), (1, 4, 2, 32), (1, 4, 1, 32)]
+        if problem.bias is not None:
+            shapes.insert(2, (1, 4, 2, 64))  # up to 96, where the last spills
     elif _elementwise(problem):
         shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
     else:
