@@ -139,7 +139,7 @@ def check(
     """Compile a tier and say all that is wrong; tier "all" writes record when nothing is.
 
     common: what only tier "all" compiles. accept is a reason: what spills or warns now goes into exceptions with it,
-    kernel by kernel.
+    kernel by kernel; what a line for a group allows does not.
     """
     try:
         compiler = nvrtc.find()
@@ -180,14 +180,15 @@ def check(
 def accept_all(
     path: Path, table: list[Allowed], results: Mapping[str, Result], why: str, *, whole: bool
 ) -> list[Allowed]:
-    """The table with a line for each kernel that spills or warns; lines for other kernels stay if there may be any."""
+    """The table with a line for each kernel that no other line allows to spill or warn as it does; lines for other
+    kernels stay if there may be any."""
     fresh = {name for name, result in results.items() if not result.error}
     kept = [line for line in table if line.match not in fresh]
     if whole:
         kept = [line for line in kept if fnmatch.filter(results, line.match)]
     for name in sorted(fresh):
         result = results[name]
-        if result.spills or result.warnings:
+        if faults(name, result, kept):
             kept.append(Allowed(name, why, result.spills, dict(warning_counts(result.warnings))))
     lines = [{"match": a.match, "why": a.why, "spills": a.spills, "warnings": a.warnings} for a in kept]
     path.write_text(json.dumps(lines, indent=1) + "\n")

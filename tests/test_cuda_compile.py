@@ -285,7 +285,9 @@ def test_compile_matrix(
     serial = {"match": "serialised sm_90a*", "warnings": {f"C75{n:02}": 99 for n in range(20)}, "why": "too"}
     table.write_text(json.dumps([spills, serial]))
     assert check("all", ("spilling", "serialised")) == []
-    table.write_text(json.dumps([{**spills, "spills": 4}, serial]))  # they rose
+    both = table.read_text()
+    assert check("all", ("spilling", "serialised"), accept="for now") == [] and len(json.loads(table.read_text())) == 2
+    table.write_text(both.replace("100000", "4"))  # they rose
     assert len(check("all", ("spilling", "serialised"))) == 2
     table.write_text(json.dumps([spills]))
     assert check("all", ("plain",)) == [

@@ -241,6 +241,7 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
     d = max(padded(problem.head_dim), padded(problem.head_dim_v))
     bulk = capability >= 90
     blocks, part = 1, 1.0 if bulk else 0.0
+    stages = (1,) if capability < 80 else (2, 1)
     if problem.dtype == torch.float32:
         shapes = [(1, 4, 2, 32), (1, 2, 2, 32)] if d <= 128 else [(1, 2, 4, 64), (1, 2, 2, 32), (1, 1, 2, 32)]
         shapes += [(1, 4, 1, 32), (1, 2, 1, 32), (1, 1, 1, 32)]
@@ -250,10 +251,14 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
         long = plain and (problem.deterministic or problem.window[1] is None)
         large = [(2, 2, 4, 128), (2, 2, 4, 64)] if long else [(2, 2, 4, 64)]
         shapes = ([] if _elementwise(problem) else large) + [(1, 4, 2, 32), (1, 2, 2, 32)]
+        if problem.bias is not None and not bulk:
+            stages = (1,)  # two spill
     elif d > 128:
         shapes = [(1, 4, 2, 32 if _elementwise(problem) else 64), (1, 2, 2, 32)]
     elif d > 64:
         shapes = [(2, 4, 2, 32 if _elementwise(problem) else 64), (1, 4, 2, 32), (1, 4, 1, 32)]
+        if problem.bias is not None:
+            shapes.insert(2, (1, 4, 2, 64))  # up to 96, where the last spills
     elif _elementwise(problem):
         shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
     else:
@@ -262,9 +267,9 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
     found: list[tuple[_BackwardShape, float]] = []
     for shape in shapes:
         for share in (part, 0.0) if part else (0.0,):
-            found += [((*shape, n, n, blocks), share) for n in ((1,) if capability < 80 else (2, 1))]
+            found += [((*shape, n, n, blocks), share) for n in stages]
     if blocks > 1:
-        found += [((1, 4, 1, 32, n, n, 1), 0.0) for n in ((1,) if capability < 80 else (2, 1))]
+        found += [((1, 4, 1, 32, n, n, 1), 0.0) for n in stages]
     return found
 
 
