@@ -214,6 +214,8 @@ def _backward_misfit(c: BackwardConfig) -> str:
         return f"tiles: need 64 queries x 64 keys split, else 64 or 128 x 128, got {c.block_q} x {c.block_k}"
     if c.split and c.order:
         return "order: split warpgroups meet in every step and take no turns"
+    if c.split and c.early_dv:
+        return "early_dv: split warpgroups have no product behind dP that may stay in flight"
     queries = c.block_q // 2 if c.split else c.block_q
     held = (c.columns + c.columns_v) // 2 + queries + c.dq_columns // (4 if c.block_q == 64 else 2)  # dK, dV, S, dP, dQ
     return f"registers: needs less than 240, tiles alone take {held}" if held >= 240 else ""
