@@ -292,6 +292,10 @@ def applied(table: Table, value: Mapping[str, Any], name: str) -> Table:
     """
     if value["to_be_repeated"]:
         raise ValueError(f"{name}: to be repeated: {value['to_be_repeated']}")
+    if value["commit"].endswith("+"):
+        raise ValueError(
+            f"{name}: measured on {value['commit']}, with changes that no commit has: commit, and measure again"
+        )
     rows = {str(row): row for row in table.rows}
     for result in value["results"]:
         row = rows.get(result["row"])
@@ -341,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="show rows, workloads and numbers of shapes; needs no GPU")
     parser.add_argument("--results", nargs="+", type=Path, metavar="FILE", help="use these instead of a run; no GPU")
     parser.add_argument("--apply", action="store_true", help="write what was found into hopper_shapes.json")
-    parser.add_argument("--output", metavar="DIR", help="where tune-KERNEL.json goes")
+    parser.add_argument("--output", metavar="DIR", help="where tune-KERNEL-COMMIT.json goes")
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.keep < 1:
         parser.error(f"--rounds, --keep: need at least 1, got {options.rounds}, {options.keep}")
@@ -408,7 +412,8 @@ def _write(
 ) -> Path:
     value["ceilings"] = dict(zip(("before", "after"), ceilings))
     value["to_be_repeated"] = timing.slowed(bench.machine(device).get("gpu", ""), *ceilings)
-    return record.write_to(Path(options.output or record.RESULTS) / f"{value['benchmark']}.json", value)
+    name = f"{value['benchmark']}-{value['commit'].rstrip('+')}.json"  # rows of the table cite it: never another run's
+    return record.write_to(Path(options.output or record.RESULTS) / name, value)
 
 
 if __name__ == "__main__":

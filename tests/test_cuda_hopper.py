@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import attnlib
+import attnlib_cuda
+from attnlib.backend import Target
 from attnlib.problem import AttentionProblem
-from attnlib_cuda import device, hopper, hopper_shapes, jit, params, steps
+from attnlib_cuda import compile, config, device, hopper, hopper_shapes, jit, params, steps
 
 HOPPER = device.for_arch("sm_90")
 PLAIN = AttentionProblem(
@@ -233,6 +235,7 @@ def test_a_wrong_file_names_the_row(change: Callable[[dict[str, Any]], Any], mes
         (("forward", 0), {"stages": 1}, "forward D64 .*needs stages >= 2"),
         (("backward", 6), {"split": False}, "backward D256 .*registers: needs less than 240"),
         (("backward", 6), {"order": True}, "backward D256 .*order: split warpgroups"),
+        (("backward", 6), {"early_dv": True}, "backward D256 .*early_dv: split"),
         (("backward", 6), {"block_q": 128}, "backward D256 .*tiles: need 64 queries x 64 keys split"),
     ],
 )  # fmt: skip
@@ -286,3 +289,24 @@ def test_a_shape_that_is_asked_for_and_does_not_fit_is_refused() -> None:
         spec = attnlib.dispatch.requested("cuda:sm_90")
     with pytest.raises(attnlib.UnsupportedError, match="cuda:sm_90: config: registers: needs less than 232"):
         attnlib.dispatch.plan_for(PLAIN, target, spec)
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_cache_filled_for_one_length_serves_every_length(
+    head_dim: int, window: tuple[int | None, int | None]
+) -> None:
+    """What `attnlib compile` takes of a problem must be there for ATTNLIB_JIT=never, however long the next text is."""
+
+    def asked(length: int) -> AttentionProblem:
+        return AttentionProblem(
+            torch.bfloat16, 2, length, length, 16, 16, head_dim, head_dim, 0.1, window=window, grads=("q", "k", "v")
+        )  # fmt: skip
+
+    filled = {spec for spec, _ in compile.jobs(asked(4096), "sm_90a")}
+    for length in (256, 512, 1024, 2048, 2049, 4097, 8192, 100_000):
+        assert set(config.kernels(asked(length), "sm_90a")) <= filled
+    assert len(compile.jobs(asked(4096), "sm_80")) == len(config.kernels(asked(4096), "sm_80"))
+    target = Target("cuda", "sm_90", present=False)
+    classes = {attnlib_cuda.backend.size_class(asked(length), "sm_90", target) for length in range(1, 20_000, 7)}
+    assert 1 < len(classes) <= 16

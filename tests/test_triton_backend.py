@@ -16,7 +16,7 @@ import attnlib
 import attnlib_triton
 from attnlib import dispatch, targets
 from attnlib.backend import RefusalCode, Target
-from attnlib.errors import UnsupportedError
+from attnlib.errors import KernelError, UnsupportedError
 from attnlib.problem import AttentionProblem, Tensors
 from attnlib_triton import archs, config, launch, plan
 from attnlib_triton.compile import operands
@@ -277,7 +277,7 @@ FORMS = {
     "packed": {"packed": True, "total_q": 500, "total_k": 490}, "lengths": {"lengths": True},
     "paged": {"packed": True, "total_q": 500, "page_size": 16}, "cap": {"softcap": 3.0},
     "decode": {"seqlen_q": 1, "seqlen_k": 9000}, "append": {"seqlen_q": 2, "append": True, "lengths": True},
-    "window": {"window": (5, 0)}, "float32": {"dtype": torch.float32},
+    "window": {"window": (5, 0)}, "float32": {"dtype": torch.float32}, "lse": {}, "keys": {},
 }  # fmt: skip
 
 
@@ -303,9 +303,11 @@ def test_the_second_call_of_a_form_launches_the_same(name: str, monkeypatch: pyt
     kept_alive: list[torch.Tensor] = []
     monkeypatch.setattr(launch, "_loaded", Kernel)
     monkeypatch.setattr(plan, "allocate", counted)
-    grads = () if name in ("append", "decode") else ("q", "k", "v") + (("sinks",) if name == "sinks" else ())
+    grads = {"append": (), "decode": (), "sinks": ("q", "k", "v", "sinks"), "keys": ("k",)}.get(name, ("q", "k", "v"))
     p = problem(grads=grads, **FORMS[name])
     same_bound = next(iter(operands(p)))
+    if name == "lse":
+        same_bound = replace(same_bound, dlse=same_bound.lse)
     first, second = in_memory(same_bound), in_memory(same_bound)
 
     def run(plan_: TritonPlan, tensors: Tensors) -> list[tuple[object, ...]]:
@@ -320,12 +322,25 @@ def test_the_second_call_of_a_form_launches_the_same(name: str, monkeypatch: pyt
 
     one, fresh = (TritonPlan(p, target("sm_90")) for _ in range(2))
     run(one, first)
+    run(one, first)
     assert len(one._forms) == 1 + bool(grads), "a form was not kept"
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_Call", None)  # what makes arguments anew
         again = run(one, second)
     assert again == run(fresh, second) and again
     assert run(one, first) == run(TritonPlan(p, target("sm_90")), first) != again
+
+
+@needs_triton
+def test_what_fails_to_load_is_a_kernel_error(monkeypatch: pytest.MonkeyPatch):
+    class Broken:
+        def __getitem__(self, grid: tuple[int, int, int]):
+            raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+    monkeypatch.setattr(launch, "_loaded", lambda *about: Broken())
+    p = problem()
+    with pytest.raises(KernelError, match="forward: .*image is invalid"):
+        TritonPlan(p, target("sm_90")).forward(p, in_memory(next(iter(operands(p)))))
 
 
 @needs_triton
@@ -337,10 +352,10 @@ def test_operands_of_another_form_are_not_launched_alike(monkeypatch: pytest.Mon
     one = TritonPlan(p, target("sm_80"))
     tensors = in_memory(next(iter(operands(p))))
     shared = replace(tensors, k=tensors.v)
-    for t in (shared, tensors, shared):
+    for t in (shared, tensors, shared, tensors):
         one.forward(p, t)
     places = [launch.arguments("forward").index(name) for name in ("Q", "K", "V")]
-    want = [[x.data_ptr() for x in (t.q, t.k, t.v)] for t in (shared, tensors, shared)]
+    want = [[x.data_ptr() for x in (t.q, t.k, t.v)] for t in (shared, tensors, shared, tensors)]
     assert [[given[place] for place in places] for given in launched] == want and len(one._forms) == 1
     for other in (
         replace(tensors, k=torch.empty(2, 300, 4, 128, dtype=p.dtype)[..., :64]),
@@ -388,7 +403,7 @@ def test_the_interpreter_computes_attention():
         "    qkv = torch.randn(3, 1, 40, 2, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()\n"
         "    out = attnlib.attention(*qkv, causal=True, backend=backend)\n"
         "    return out, *torch.autograd.grad(out.square().sum(), qkv)\n"
-        "for seed in range(3):\n"  # the second and third call are of a known form
+        "for seed in range(4):\n"  # the third and fourth call are of a known form
         "    for got, want in zip(run('triton', seed), run('reference', seed)):\n"
         "        assert float(want.abs().max()) > 0.5 and float((got - want).abs().max()) < 1e-5\n"
     )

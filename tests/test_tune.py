@@ -284,6 +284,7 @@ def test_apply_keeps_a_shape_that_nothing_beats() -> None:
     ("value", "message"),
     [
         (lambda: results(SMALL, to_be_repeated="a slow card"), "tune-x: to be repeated: a slow card"),
+        (lambda: results(SMALL, commit="abc+"), "tune-x: measured on abc\\+, with changes that no commit has"),
         (lambda: results(SMALL, row_of(SMALL).shape._replace(block_k=256)), f"{SMALL}: registers"),
     ],
 )  # fmt: skip
@@ -325,12 +326,13 @@ def test_the_command(
 ) -> None:
     """A run, a run with a row that fails on a slow card, and --apply of the first one's file."""
     tune = small(monkeypatch)
-    from benchmarks import run, timing
+    from benchmarks import record, run, timing
 
     monkeypatch.setattr(run, "gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(tune, "unsuitable", lambda _: "")
     monkeypatch.setattr(timing, "ceilings", lambda _: {"matmul_tflops": 1.0, "copy_tbs": 1.0})
     monkeypatch.setattr(bench, "Timer", lambda *_: FakeTimer())
+    monkeypatch.setattr(record, "commit", lambda: "abc1234")
     whole = tune.tune
 
     def tune_row(*given: Any, **more: Any) -> Any:
@@ -340,7 +342,7 @@ def test_the_command(
     monkeypatch.setattr(tune, "tune", tune_row)
     given = ["--problems", SMALL, "--differ", "1", "--output", str(tmp_path / "out")]
     assert tune.main(given) == 0
-    path = tmp_path / "out" / "tune-forward.json"
+    path = tmp_path / "out" / "tune-forward-abc1234.json"
     value = json.loads(path.read_text())
     assert set(value) >= {"machine", "versions", "driver", "commit", "date", "rounds", "ceilings", "results", "failed"}
     assert value["benchmark"] == "tune-forward" and set(value["ceilings"]) == {"before", "after"}
@@ -360,4 +362,4 @@ def test_the_command(
     assert json.loads(path.read_text())["failed"] == {SMALL: "the present shape fails"}
     output = capsys.readouterr()
     assert "FAILED: the present shape fails" in output.out and "TO BE REPEATED: slow" in output.out
-    assert "--apply: tune-forward: to be repeated: slow" in output.err
+    assert "--apply: tune-forward-abc1234: to be repeated: slow" in output.err

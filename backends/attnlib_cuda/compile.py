@@ -5,8 +5,10 @@ Processes, not threads: NVRTC serialises inside one.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnlib import precompile, settings
 from attnlib.errors import AttnlibError, UnsupportedError
@@ -35,11 +37,20 @@ def missing() -> str:
 
 
 def jobs(problem: AttentionProblem, arch: str) -> list[Job]:
-    """The kernels that plans for a problem launch. Raises UnsupportedError where no configuration fits."""
-    from . import config  # the kernels' module is found only when there is something to compile
+    """The kernels that plans for a problem launch, at this and on Hopper at any other length: tiles depend on it there.
 
+    Raises UnsupportedError where no configuration fits.
+    """
+    from . import config, hopper_shapes  # the kernels' module is found only when there is something to compile
+
+    problems = [problem]
+    if arch == "sm_90a":
+        for length in hopper_shapes.table().lengths():
+            queries = length if problem.seqlen_q > 1 else problem.seqlen_q
+            sizes: dict[str, Any] = {} if problem.packed else {"total_q": -1, "total_k": -1}
+            problems.append(dataclasses.replace(problem, seqlen_q=queries, seqlen_k=length, **sizes))
     try:
-        return [(spec, arch) for spec in config.kernels(problem, arch)]
+        return list(dict.fromkeys((spec, arch) for one in problems for spec in config.kernels(one, arch)))
     except ValueError as error:
         raise UnsupportedError(f"cuda: {error}") from error
 

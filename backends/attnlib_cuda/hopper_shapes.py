@@ -178,6 +178,11 @@ class Table:
         lengths = [seqlen for (*dims, seqlen), _ in self._cells[key] if tuple(dims) == row.sizes[:2]]
         return int(max((x for x in lengths if x < row.sizes[2]), default=0))
 
+    def lengths(self) -> tuple[int, ...]:
+        """Of each class of lengths that rows tell apart, the largest; for the last one, one more than the others."""
+        told = sorted({int(size) for cell in self._cells.values() for (*_, size), _ in cell if size != math.inf})
+        return (*told, told[-1] + 1) if told else (1,)
+
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 

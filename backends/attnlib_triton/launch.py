@@ -192,7 +192,8 @@ def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mappin
             function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
         return
     ordered = [_passed(name, values.get(name), spec) for name in names]
-    _launch(_loaded(spec, arch, index)[grid[0], grid[1], 1], ordered, spec, problem)
+    with _named(spec, problem, _loaded(spec, arch, index)) as kernel:
+        kernel[grid[0], grid[1], 1](*ordered)
 
 
 @contextlib.contextmanager
@@ -264,7 +265,10 @@ class Bound:
         self._maps = [
             (place, sources[name], _Map(name, values[name], spec.config)) for place, name in maps if spec.config.maps
         ]
-        self._kernel = None if interpreted() or 0 in grid else _loaded(spec, arch, index)[grid[0], grid[1], 1]
+        self._kernel = None
+        if not interpreted() and 0 not in grid:
+            with _named(spec, problem, _loaded(spec, arch, index)) as kernel:
+                self._kernel = kernel[grid[0], grid[1], 1]
 
     def __call__(self, tensors: list[torch.Tensor]) -> None:
         """Launch on the current stream."""
@@ -277,12 +281,15 @@ class Bound:
             ordered[place] = tensors[source].data_ptr()
         for place, source, descriptor in self._maps:
             ordered[place] = descriptor.of(tensors[source])
-        _launch(self._kernel, ordered, self._spec, self._problem)
+        with _named(self._spec, self._problem, self._kernel) as kernel:
+            kernel(*ordered)
 
 
-def _launch(kernel: Any, ordered: list[Any], spec: Spec, problem: Any) -> None:
+@contextlib.contextmanager
+def _named(spec: Spec, problem: Any, kernel: Any) -> Iterator[Any]:
+    """Errors of Triton or the driver as a KernelError, but for memory that ran out. Loading comes with kernel[grid]."""
     try:
-        kernel(*ordered)
+        yield kernel
     except (RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -299,9 +306,6 @@ class _Address:
 
     def data_ptr(self) -> int:
         return self._address
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
 
 
 class _Map:

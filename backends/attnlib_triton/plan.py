@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnlib.backend import Target
+from attnlib.lru import LRU
 from attnlib.memory import allocate
 from attnlib.problem import AttentionProblem, Tensors
 
@@ -25,7 +26,7 @@ _FIELDS = _MAPS | {
     "BLOCKS": "block_mask", "ALIBI": "alibi_slopes", "CU_Q": "cu_seqlens_q", "CU_K": "cu_seqlens_k",
     "TABLE": "page_table", "SEED": "dropout_seed",
 }  # fields of Tensors that arguments are, where the names differ  # fmt: skip
-_FORMS = 64  # of calls that a plan keeps
+_ONCE = "a form that was met once"
 Shapes = Mapping[str, Any]
 Run = Callable[[Spec, str, int, tuple[int, int], Mapping[str, Any], AttentionProblem], None]
 
@@ -89,7 +90,7 @@ class TritonPlan:
             inner = {name: own | {"maps": False} for name, own in inner.items()}
             self._unmapped = _kernels(problem, self._arch, wanted | {"maps": False}, inner)
         self._element = _NAMES[problem.dtype]
-        self._forms: dict[tuple[Any, ...], _Form] = {}
+        self._forms: LRU[_Form | str] = LRU(256)
 
     def describe(self) -> Mapping[str, Any]:
         def told(c: Features, with_: Launch) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class TritonPlan:
     def _again(self, problem: AttentionProblem, t: Tensors, backward: bool) -> bool:
         """Launch what the last call of this form did, if there was one."""
         form = self._forms.get(_form_key(problem, t, backward))
-        if form is None:
+        if not isinstance(form, _Form):
             return False
         form.launch(t)
         return True
@@ -128,11 +129,13 @@ class TritonPlan:
         """Have _again() do what was just done."""
         if self._call is not launch.run:
             return  # nothing was launched
+        key = _form_key(call.problem, t, backward)
+        if self._forms.get(key) is None:
+            self._forms.put(key, _ONCE)  # most forms of a decoding loop never return
+            return
         form = _Form.of(call, t, self._arch.name, self._index)
         if form is not None:
-            if len(self._forms) >= _FORMS:
-                self._forms.clear()
-            self._forms[_form_key(call.problem, t, backward)] = form
+            self._forms.put(key, form)
 
     def _section(self, problem: AttentionProblem, units: int, group: int = 1) -> int:
         if problem.window.right is None:

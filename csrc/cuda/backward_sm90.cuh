@@ -57,6 +57,7 @@ struct WarpgroupBackwardTile {
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
     static_assert(!split || !Config::order, "split warpgroups meet in every step");
+    static_assert(!split || !Config::early_dv, "nothing stands behind dP that might stay in flight");
     static_assert(stages + 2 <= records, "a record outlives its stage by a step");
     static_assert(drawn_at % 16 == 0, "seed");
 };
