@@ -312,3 +312,32 @@ def test_a_change_of_a_kernel_makes_the_record_stale(
         (tmp_path / "figures.json").write_text(json.dumps({**held, "kernels": {}}))
         (found,) = script.stale(script.Report({}, [], 0), before)
         assert text in found
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arch", "wide", "halves"), [
+    ("sm_90", r"mul\.wide\.u32", r"mul\.hi\.u32|\(u?mulhi"), ("gfx942", "v_mad_u64_u32", "v_mul_hi_u32"),
+])  # fmt: skip
+def test_philox_takes_one_instruction_a_product(arch: str, wide: str, halves: str, folder: Path):
+    """15 of its 20 products differ from word to word; those of rows and columns alone may be made in any way."""
+    found = {}
+    for dropout in (0.0, 0.1):
+        jobs = compiler.jobs(problem(dropout_p=dropout), arch)
+        (spec,) = (spec for spec, _ in jobs if spec.kernel == "forward")
+        asm = compiler.launch.compile(spec, arch).asm["amdgcn" if arch.startswith("gfx") else "ptx"]
+        found[dropout] = [len(re.findall(pattern, asm)) for pattern in (wide, halves)]
+    assert found[0.1][0] - found[0.0][0] >= 15 and found[0.1][1] - found[0.0][1] < 15
+
+
+def test_philox_keeps_its_words_where_they_are(folder: Path):
+    """On sm_90: nothing between the draw and the weights goes through shared memory."""
+    jobs = compiler.jobs(problem(dropout_p=0.1, head_dim=64, head_dim_v=64, seqlen_q=4096, seqlen_k=4096), "sm_90")
+    specs = [spec for spec, _ in jobs if spec.kernel == "forward"]
+    for spec in specs:
+        lines = compiler.launch.compile(spec, "sm_90").asm["ttgir"].splitlines()
+        drawn = [line for line in lines if "mul.wide.u32" in line]
+        words = [line for line in lines if "convert_layout" in line and re.search(r"x\d+xi(8|16|32|64),", line)]
+        assert len(drawn) >= 15 and not words, words
+    assert specs

@@ -183,17 +183,9 @@ def _loaded(spec: Spec, arch: str, index: int) -> Any:
 
 def run(spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mapping[str, Any], problem: Any) -> None:
     """Launch on the current stream. values: every argument by name; tensors for pointers, None for those unused."""
-    names = arguments(spec.kernel)
-    if 0 in grid:
-        return
-    if interpreted():
-        given = {name: _operand(values[name]) for name in names if name != "C"}
-        with _patched():
-            function(spec.kernel)[(grid[0], grid[1], 1)](**given, C=spec.config)
-        return
-    ordered = [_passed(name, values.get(name), spec) for name in names]
-    with _named(spec, problem, _loaded(spec, arch, index)) as kernel:
-        kernel[grid[0], grid[1], 1](*ordered)
+    tensors = {name: x for name in arguments(spec.kernel) if isinstance(x := values.get(name), torch.Tensor)}
+    places = {name: place for place, name in enumerate(tensors)}
+    Bound(spec, arch, index, grid, values, places, problem)(list(tensors.values()))
 
 
 @contextlib.contextmanager
@@ -232,17 +224,8 @@ def _patched() -> Iterator[None]:
         interpreter.InterpreterBuilder.create_dot = dot
 
 
-def _passed(name: str, value: Any, spec: Spec) -> Any:
-    """What a launch takes; nothing for what is compiled in."""
-    if _is_pointer(name):
-        return 0 if value is None else value.data_ptr()
-    if name.endswith("_MAP"):
-        return _Map(name, value, spec.config).of(value) if spec.config.maps else None
-    return value
-
-
 class Bound:
-    """One launch with all its arguments but addresses, for calls that differ in nothing else.
+    """One launch with all its arguments but addresses, for any number of calls that differ in nothing else.
 
     values: as run() takes them; sources: for every tensor among them, by name, its place in what a call is given.
     """
@@ -251,45 +234,55 @@ class Bound:
         self, spec: Spec, arch: str, index: int, grid: tuple[int, int], values: Mapping[str, Any],
         sources: Mapping[str, int], problem: Any,
     ) -> None:  # fmt: skip
-        self._spec, self._grid, self._problem = spec, grid, problem
-        self._where = (arch, index)
+        self._spec, self._problem = spec, problem
+        self._kernel: Any = None
         names = arguments(spec.kernel)
-        places = [(place, name) for place, name in enumerate(names) if name in sources]
-        self._values = {name: value for name, value in values.items() if name in names and name not in sources}
-        self._sources = dict(sources)
-        self._arguments = [0 if _is_pointer(name) else values.get(name) for name in names]
-        self._pointers = [(place, sources[name]) for place, name in places if _is_pointer(name)]
-        maps = [(place, name) for place, name in places if name.endswith("_MAP")]
-        for place, _ in maps:
-            self._arguments[place] = None
-        self._maps = [
-            (place, sources[name], _Map(name, values[name], spec.config)) for place, name in maps if spec.config.maps
+        self._arguments = [
+            spec.config if name == "C" and interpreted() else None if name in sources else values.get(name)
+            for name in names
         ]
-        self._kernel = None
-        if not interpreted() and 0 not in grid:
-            with _named(spec, problem, _loaded(spec, arch, index)) as kernel:
-                self._kernel = kernel[grid[0], grid[1], 1]
+        if not interpreted():  # a null pointer, and nothing for what is compiled in
+            self._arguments = [0 if _is_pointer(name) else x for name, x in zip(names, self._arguments, strict=True)]
+        places = [(place, name, sources[name]) for place, name in enumerate(names) if name in sources]
+        self._pointers = [(place, source) for place, name, source in places if _is_pointer(name)]
+        self._maps = [
+            (place, source, _Map(name, values[name], spec.config))
+            for place, name, source in places
+            if name.endswith("_MAP") and spec.config.maps
+        ]
+        if 0 not in grid:
+            loaded = function(spec.kernel) if interpreted() else _loaded(spec, arch, index)
+            with _named(spec, problem):
+                self._kernel = loaded[grid[0], grid[1], 1]
 
     def __call__(self, tensors: list[torch.Tensor]) -> None:
         """Launch on the current stream."""
         if self._kernel is None:
-            values = self._values | {name: tensors[source] for name, source in self._sources.items()}
-            run(self._spec, *self._where, self._grid, values, self._problem)
+            return
+        if interpreted():
+            self._interpret(tensors)
             return
         ordered = self._arguments.copy()
         for place, source in self._pointers:
             ordered[place] = tensors[source].data_ptr()
         for place, source, descriptor in self._maps:
             ordered[place] = descriptor.of(tensors[source])
-        with _named(self._spec, self._problem, self._kernel) as kernel:
-            kernel(*ordered)
+        with _named(self._spec, self._problem):
+            self._kernel(*ordered)
+
+    def _interpret(self, tensors: list[torch.Tensor]) -> None:
+        ordered = self._arguments.copy()
+        for place, source in self._pointers:
+            ordered[place] = tensors[source]
+        with _patched():
+            self._kernel(*map(_operand, ordered))
 
 
 @contextlib.contextmanager
-def _named(spec: Spec, problem: Any, kernel: Any) -> Iterator[Any]:
+def _named(spec: Spec, problem: Any) -> Iterator[None]:
     """Errors of Triton or the driver as a KernelError, but for memory that ran out. Loading comes with kernel[grid]."""
     try:
-        yield kernel
+        yield
     except (RuntimeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
