@@ -13,8 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C
-from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 
 from . import dispatch, ops, registry, settings
@@ -45,10 +43,7 @@ def _configured() -> Callable[..., Any] | None:
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if _front is None or exchange is None:
         return None
-    watchers = (
-        _C._are_functorch_transforms_active, _C._len_torch_dispatch_stack, _C._len_torch_function_stack,
-        _C._get_tracing_state, _profiler_enabled, _C._is_any_autocast_enabled,
-    )  # fmt: skip
+    watchers = (*ops.WATCHERS, torch._C._is_any_autocast_enabled)
     readable = _front.configure(
         exchange, torch.Tensor, torch.nn.Parameter, watchers, torch.is_grad_enabled,
         torch.are_deterministic_algorithms_enabled, torch.get_num_threads, vars(forward_ad), vars(settings),

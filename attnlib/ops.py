@@ -298,17 +298,21 @@ def _in_memory(operands: Sequence[Any]) -> bool:
     return True
 
 
+# What is true where something watches calls, beside a compiler and forward mode; attnlib._front asks them as well.
+WATCHERS = (
+    _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack, _get_tracing_state,
+    _profiler_enabled,
+)  # fmt: skip
+
+
 def is_unwatched(operands: Sequence[Any]) -> bool:
     """Whether nothing watches this call: no compiler, transform, dispatch mode, tracer, profiler or subclass."""
-    return not (
-        is_compiling()
-        or _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _get_tracing_state() is not None
-        or _profiler_enabled()
-        or _has_tangents()
-    ) and PLAIN.issuperset(map(type, operands))
+    if is_compiling() or _has_tangents():
+        return False
+    for watches in WATCHERS:
+        if watches():
+            return False
+    return PLAIN.issuperset(map(type, operands))
 
 
 def outside_transforms(operands: Sequence[Any]) -> bool:

@@ -130,8 +130,7 @@ class CpuPlan:
 
     def direct(self, problem: AttentionProblem, strides: tuple[tuple[int, ...], ...]) -> Any:
         """forward() of q, k, v, out and lse with these strides, as a capsule that core runs without Python."""
-        scalars = _scalars(problem, self._config, 0, 0, 0)
-        return self._module.Call(self._family, scalars, ()).direct(strides)
+        return self._module.Call(self._family, _scalars(problem, self._config), ()).direct(strides)
 
     def backward(self, problem: AttentionProblem, tensors: Tensors) -> None:
         """Fill the gradients that are not None."""
