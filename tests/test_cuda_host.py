@@ -262,13 +262,15 @@ def test_fork_before_use_works_and_after_use_says_so(host: Path, stub: Path) -> 
 
 def test_tensor_maps(host: Path, stub: Path) -> None:
     child(host, stub, """
-        made = h.encode_tiled(9, 0x7000, [64, 4096, 16], [2048, 128], [64, 128, 1], [], 0, 3, 2, 0)
+        made = h.encode_tiled(9, 0x7000, [64, 4096, 16], [2048, 128], [64, 128, 1], [], 0, 3, 2, 0, 0)
         assert made == b"\\xab" * 128
-        assert log()[-1] == "cuTensorMapEncodeTiled 9 28672 64,4096,16 2048,128 64,128,1 1,1,1 0 3 2 0"
-        assert "null pointer" in str(raises(ValueError, h.encode_tiled, 9, 0, [64], [], [64], [], 0, 3, 2, 0))
-        raises(ValueError, h.encode_tiled, 9, 16, [64, 64], [], [64, 64], [], 0, 3, 2, 0)
+        *_, encoded, after = log()
+        assert after == "cuCtxPopCurrent"  # this thread had no context
+        assert encoded == "cuTensorMapEncodeTiled 9 28672 64,4096,16 2048,128 64,128,1 1,1,1 0 3 2 0"
+        assert "null pointer" in str(raises(ValueError, h.encode_tiled, 9, 0, [64], [], [64], [], 0, 3, 2, 0, 0))
+        raises(ValueError, h.encode_tiled, 9, 16, [64, 64], [], [64, 64], [], 0, 3, 2, 0, 0)
         stub.stub_fail(b"cuTensorMapEncodeTiled", 1)
-        raises(h.DriverError, h.encode_tiled, 9, 16, [64], [], [64], [], 0, 3, 2, 0)
+        raises(h.DriverError, h.encode_tiled, 9, 16, [64], [], [64], [], 0, 3, 2, 0, 0)
     """)  # fmt: skip
 
 

@@ -100,7 +100,7 @@ class Inputs:
             new_lens=named.get("new_lens"),
             dropout_seed=None if seed is None else torch.tensor([seed], dtype=torch.int64, device=device),
             dout=_unit_stride(self.dout) if self.grads else None,
-            dlse=self.dlse if self.grads else None,
+            dlse=self.dlse.contiguous() if self.grads and self.dlse is not None else None,
         )  # fmt: skip
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,7 @@ class ForwardConfig(Features):
     split: bool
     maximum: bool
     q_in_registers: bool
+    partial_blocks: bool  # of the block mask: some tile may lie in several
     draw_first: int  # tile rows whose random words are drawn before S; the others when P is there
 
     entry = "forward_sm80"
@@ -60,6 +61,7 @@ class BackwardConfig(Features):
 
     bias_gradient: bool
     deterministic: bool
+    partial_blocks: bool
     m_tiles: int
     warps_k: int
     warps_q: int
@@ -133,11 +135,30 @@ class RowsConfig:
 
 # ---------------------------------------------------------------- choices
 
+_Config = TypeVar("_Config", "ForwardConfig", "BackwardConfig")
+
+
+def _split_blocks(problem: AttentionProblem, block_q: int, block_k: int) -> bool:
+    """Whether a tile may lie in several blocks of the block mask."""
+    rows, columns = problem.block_mask or (block_q, block_k)
+    return rows % block_q != 0 or columns % block_k != 0
+
 
 def _elementwise(problem: AttentionProblem) -> bool:
-    """Whether scores are touched one by one, which needs registers."""
-    asked = (problem.bias, problem.softcap, problem.block_mask)
-    return any(x is not None for x in asked) or problem.mask or problem.alibi
+    """Whether scores are touched one by one, which needs registers, even where no block of a block mask is split."""
+    return problem.bias is not None or problem.softcap is not None or problem.mask or problem.alibi
+
+
+def _passes(problem: AttentionProblem) -> tuple[bool, ...]:
+    """Whether to take scores as touched one by one; with a block mask, first as if no tile lay in several blocks."""
+    touched = _elementwise(problem)
+    return (touched,) if touched or problem.block_mask is None else (False, True)
+
+
+def _in_whole_blocks(tries: Sequence[tuple[_Config, int, bool]]) -> list[tuple[_Config, int]]:
+    """Configurations and numbers by preference: tiles that lie in one block, then others, if made for that."""
+    whole = [(config, count) for config, count, _ in tries if not config.partial_blocks]
+    return whole + [(config, count) for config, count, touched in tries if config.partial_blocks and touched]
 
 
 def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, block_k: int, resident: int) -> int:
@@ -156,8 +177,11 @@ def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, b
 _Shape = tuple[int, int, int, int, bool, int]  # m_tiles, warps, block_k, stages, q_in_registers, warps_n
 
 
-def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, int]]:
-    """Tile shapes by preference, with the blocks a multiprocessor should hold; the first that fits is taken."""
+def _forward_shapes(problem: AttentionProblem, old: bool, touched: bool) -> list[tuple[_Shape, int]]:
+    """Tile shapes by preference, with the blocks a multiprocessor should hold; the first that fits is taken.
+
+    touched: scores are touched one by one.
+    """
     size = rows(problem)
     d = max(padded(problem.head_dim), padded(problem.head_dim_v))
     wide = problem.dtype == torch.float32
@@ -166,17 +190,17 @@ def _forward_shapes(problem: AttentionProblem, old: bool) -> list[tuple[_Shape, 
     if size < 128:
         m, w = small[size]
         narrow = [((m, n, 32, 1, False, 1), 1) for n in (2, 1) if n < w]
-        tight = wide or (d > 128 and _elementwise(problem))  # 64 keys would spill
+        tight = wide or (d > 128 and touched)  # 64 keys would spill
         return [((m, w, k, s, False, 1), 1) for k in ((32,) if tight else (64, 32)) for s in stages] + narrow
     if wide or old:
         return [((1, w, 32, s, False, 1), 1) for w in (4, 2, 1) for s in stages]
     if d > 128:
         pair = [((2, 4, 64, 1, False, 2), 2), ((2, 8, 64, 2, False, 2), 1), ((2, 4, 64, 1, False, 2), 1)]
         rest = [((1, 8, 64, 2, False, 1), 1), ((1, 4, 64, 1, False, 1), 1), ((1, 4, 32, 1, False, 1), 1)]
-        if _elementwise(problem) or problem.dropout_threshold > 0:
+        if touched or problem.dropout_threshold > 0:
             return [((1, 8, 32, 2, False, 1), 1), ((1, 4, 32, 1, False, 1), 1)]
         return (pair if padded(problem.head_dim_v) == 256 else []) + rest
-    if _elementwise(problem):
+    if touched:
         return [((1, 4, 64, 2, False, 1), 2), ((1, 4, 64, 1, False, 1), 2), ((1, 4, 32, 2, False, 1), 1)]
     if d <= 64 and problem.dropout_threshold == 0:
         return [((2, 4, 128, 2, False, 1), 2), ((2, 4, 64, 2, True, 1), 2)]
@@ -205,7 +229,6 @@ def forward(
         "pack": pack(problem),
         "split": False,
         "warps_n": 1,
-        "draw_first": 2 if _elementwise(problem) or size > 128 else 0,
         "maximum": problem.bias is not None or problem.alibi or problem.dtype == torch.float32,
     }
     if 64 < max(padded(problem.head_dim), padded(problem.head_dim_v)) <= 128:
@@ -213,8 +236,15 @@ def forward(
     names = ("m_tiles", "warps", "block_k", "stages", "q_in_registers", "warps_n")
     wanted = dict(shape or {})
     blocks = wanted.pop("min_blocks", None)
-    for values, count in _forward_shapes(problem, old):
-        config = ForwardConfig(**(common | dict(zip(names, values, strict=True)) | wanted))
+
+    tries = []
+    for touched in _passes(problem):
+        for values, count in _forward_shapes(problem, old, touched):
+            chosen = {"draw_first": 2 if touched or size > 128 else 0, "partial_blocks": False}
+            config = ForwardConfig(**(common | chosen | dict(zip(names, values, strict=True)) | wanted))
+            split = _split_blocks(problem, config.block_q, config.block_k)
+            tries.append((replace(config, partial_blocks=split), count, touched))
+    for config, count in _in_whole_blocks(tries):
         room = target.smem_per_sm // (blocks or count) - 1024
         if config.shared_bytes <= min(target.smem_per_block, room):
             return config, blocks or count
@@ -236,7 +266,9 @@ def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
 _BackwardShape = tuple[int, int, int, int, int, int, int]
 
 
-def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_BackwardShape, float]]:
+def _backward_shapes(
+    problem: AttentionProblem, capability: int, touched: bool
+) -> list[tuple[_BackwardShape, float]]:
     """Tile shapes by preference, and which part of dQ is on its way through shared memory (sm_90 and later)."""
     d = max(padded(problem.head_dim), padded(problem.head_dim_v))
     bulk = capability >= 90
@@ -250,16 +282,16 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
         plain = problem.aligned and problem.dropout_threshold == 0
         long = plain and (problem.deterministic or problem.window[1] is None)
         large = [(2, 2, 4, 128), (2, 2, 4, 64)] if long else [(2, 2, 4, 64)]
-        shapes = ([] if _elementwise(problem) else large) + [(1, 4, 2, 32), (1, 2, 2, 32)]
+        shapes = ([] if touched else large) + [(1, 4, 2, 32), (1, 2, 2, 32)]
         if problem.bias is not None and not bulk:
             stages = (1,)  # two spill
     elif d > 128:
-        shapes = [(1, 4, 2, 32 if _elementwise(problem) else 64), (1, 2, 2, 32)]
+        shapes = [(1, 4, 2, 32 if touched else 64), (1, 2, 2, 32)]
     elif d > 64:
-        shapes = [(2, 4, 2, 32 if _elementwise(problem) else 64), (1, 4, 2, 32), (1, 4, 1, 32)]
+        shapes = [(2, 4, 2, 32 if touched else 64), (1, 4, 2, 32), (1, 4, 1, 32)]
         if problem.bias is not None:
             shapes.insert(2, (1, 4, 2, 64))  # up to 96, where the last spills
-    elif _elementwise(problem):
+    elif touched:
         shapes = [(2, 4, 2, 32), (1, 4, 2, 32), (1, 4, 1, 32)]
     else:
         shapes, blocks = [(2, 4, 1, 32)], 2
@@ -271,6 +303,27 @@ def _backward_shapes(problem: AttentionProblem, capability: int) -> list[tuple[_
     if blocks > 1:
         found += [((1, 4, 1, 32, n, n, 1), 0.0) for n in stages]
     return found
+
+
+def _backward_of(problem: AttentionProblem, fields: Mapping[str, Any], part: float) -> BackwardConfig | None:
+    """With the fields that follow from the tile's; None if the warps cannot share it."""
+    chosen = dict(fields)
+    ahead = chosen["m_tiles"] == chosen["stages"] == 2
+    chosen.setdefault("dq_tiles", 2 if ahead and chosen["warps_q"] == 1 else 1)
+    chosen.setdefault("stagger", ahead and chosen["warps_q"] == 4 and not problem.deterministic)
+    warps = chosen["warps_k"] * chosen["warps_q"] // chosen["dq_tiles"]  # that share one tile of dQ
+    chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
+    tiles = chosen["block_q"] * padded(problem.head_dim) // (128 * warps)  # m16n8 tiles of dQ, a warp
+    chosen.setdefault("dq_stage", int(tiles * part))
+    columns = padded(problem.head_dim) // 8 // max(1, warps // max(1, chosen["dq_warps"]))  # n8 tiles of dQ, a warp
+    parts = 4 if tiles > 16 else 2 if tiles > 8 and not problem.deterministic else 1
+    chosen.setdefault("dq_parts", parts if columns % (2 * parts) == 0 and not chosen["dq_stage"] else 1)
+    config = BackwardConfig(**{"partial_blocks": False, **chosen})
+    pairs = 16 * config.warps_q  # a warp loads fragments of S, dK and dV in pairs of n8 tiles
+    uneven = config.block_q % pairs or padded(problem.head_dim) % pairs or padded(problem.head_dim_v) % pairs
+    if uneven or not config.dq_warps:
+        return None
+    return replace(config, partial_blocks=_split_blocks(problem, config.block_q, config.block_k))
 
 
 def backward(
@@ -287,27 +340,13 @@ def backward(
     names = ("m_tiles", "warps_k", "warps_q", "block_q", "stages", "o_stages")
     wanted = dict(shape or {})
     blocks = wanted.pop("min_blocks", None)
-    for (*values, count), part in _backward_shapes(problem, target.capability):
-        chosen = dict(zip(names, values, strict=True)) | wanted
-        ahead = chosen["m_tiles"] == chosen["stages"] == 2
-        chosen.setdefault("dq_tiles", 2 if ahead and chosen["warps_q"] == 1 else 1)
-        chosen.setdefault("stagger", ahead and chosen["warps_q"] == 4 and not problem.deterministic)
-        warps = chosen["warps_k"] * chosen["warps_q"] // chosen["dq_tiles"]  # that share one tile of dQ
-        chosen.setdefault("dq_warps", dq_warps(problem.head_dim, warps, chosen["block_q"]))
-        tiles = chosen["block_q"] * padded(problem.head_dim) // (128 * warps)  # m16n8 tiles of dQ, a warp
-        chosen.setdefault("dq_stage", int(tiles * part))
-        columns = padded(problem.head_dim) // 8 // max(1, warps // max(1, chosen["dq_warps"]))  # n8 tiles of dQ, a warp
-        parts = 4 if tiles > 16 else 2 if tiles > 8 and not problem.deterministic else 1
-        chosen.setdefault("dq_parts", parts if columns % (2 * parts) == 0 and not chosen["dq_stage"] else 1)
-        config = BackwardConfig(**(common | chosen))
-        pairs = 16 * chosen["warps_q"]  # a warp loads fragments of S, dK and dV in pairs of n8 tiles
-        if (
-            chosen["block_q"] % pairs
-            or not config.dq_warps
-            or padded(problem.head_dim) % pairs
-            or padded(problem.head_dim_v) % pairs
-        ):
-            continue
+    tries = []
+    for touched in _passes(problem):
+        for (*values, count), part in _backward_shapes(problem, target.capability, touched):
+            chosen = dict(zip(names, values, strict=True)) | wanted
+            if (config := _backward_of(problem, common | chosen, part)) is not None:
+                tries.append((config, count, touched))
+    for config, count in _in_whole_blocks(tries):
         room = target.smem_per_sm // (blocks or count) - 1024
         if config.shared_bytes <= min(target.smem_per_block, room):
             return config, blocks or count

@@ -66,6 +66,8 @@ class Nvrtc:
         self._call(
             "nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
         )
+        if self.version >= (12, 9):
+            options = (*options, "--no-cache")  # NVRTC's own cache has no log, which says registers and spills
         try:
             words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             status = self._lib.nvrtcCompileProgram(program, len(options), words)

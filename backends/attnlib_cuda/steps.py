@@ -64,7 +64,9 @@ _SWIZZLE_128, _PROMOTE_256 = 3, 3
 
 
 @functools.lru_cache(512)
-def _map(type_code: int, address: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> bytes:
+def _map(
+    type_code: int, address: int, index: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
+) -> bytes:
     """The map of a [batch, row, head, column] operand, read or written `rows` rows and 64 columns at a time."""
     batch, length, heads, columns = shape
     over_batch, over_rows, over_heads, _ = strides
@@ -75,7 +77,7 @@ def _map(type_code: int, address: int, shape: tuple[int, ...], strides: tuple[in
     ]
     box = [64, rows, 1, 1]
     found: bytes = device.host().encode_tiled(
-        type_code, address, dims, across, box, [], 0, _SWIZZLE_128, _PROMOTE_256, 0
+        type_code, address, dims, across, box, [], 0, _SWIZZLE_128, _PROMOTE_256, 0, index
     )
     return found
 
@@ -85,7 +87,7 @@ def operand_map(tensor: torch.Tensor, rows: int) -> bytes:
     shape, strides = tuple(tensor.shape), tensor.stride()
     if len(shape) == 3:
         shape, strides = (1, *shape), (0, *strides)
-    return _map(_TYPES[tensor.dtype], tensor.data_ptr(), shape, strides, rows)
+    return _map(_TYPES[tensor.dtype], tensor.data_ptr(), tensor.device.index or 0, shape, strides, rows)
 
 
 _tickets: dict[tuple[int, int], torch.Tensor] = {}

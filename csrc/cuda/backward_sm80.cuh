@@ -54,8 +54,10 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     const int first = work.first, last = work.last, per_head = work.per_head, total = per_head * group, start = work.start;
     const int64_t tile0 = first_tile<Config>(p, b, block_q);
 
-    // Heads and query tiles in order.
-    struct Place { int head, tile, left; };
+    // Heads and query tiles in order. A block mask leaves some of them out; where additions take turns
+    // their keys are hidden instead.
+    constexpr bool sparse = Config::block_mask && !Config::deterministic, blank = Config::block_mask && !sparse && !Config::partial_blocks;
+    struct Place { int head, tile, left; bool partial; };
     const auto advance = [&](Place& at) {
         if (++at.tile == last) at.tile = first;
         if (--at.left == 0) {
@@ -63,6 +65,21 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             at.tile = start;
             at.head += Config::fault == head_mod ? p.heads_kv : 1;
         }
+    };
+    uint32_t live = 0, whole = 0;   // of the 32 query tiles around a place: those that the mask leaves, and leaves whole
+    // The first place from `at` on that the mask leaves; `index` counts all of them, and is `total` at the end. Called for every place.
+    const auto find_live = [&](Place& at, int& index) {
+        if constexpr (Config::block_mask)
+            for (; index < total; ++index, advance(at)) {
+                if ((at.tile & 31) == 0 || at.tile == first || at.left == per_head) {
+                    const int i = ((at.tile & ~31) + lane) * block_q;
+                    const int state = BlockMask<Config>(p, seq, at.head).state(i, min(i + block_q, seq.q_len), j0, j1);
+                    live = __ballot_sync(0xFFFFFFFFu, state >= 0);
+                    if (!sparse || Config::partial_blocks) whole = __ballot_sync(0xFFFFFFFFu, state == 1);
+                }
+                if (!sparse || Config::partial_blocks) at.partial = !(whole >> (at.tile & 31) & 1);
+                if (!sparse || live >> (at.tile & 31) & 1) break;
+            }
     };
 
     // What only the loads and dQ need waits in shared memory, not in registers.
@@ -104,13 +121,17 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     float dk[M][T::CK][4], dv[M][T::CV][4];   // [keys, head_dim / warps_q]
     clear(dk);
     clear(dv);
-    if (total > 0) {
+    Place current{Config::fault == head_mod ? head_kv : head_kv * group, start, per_head, Config::block_mask};
+    int index = 0;
+    find_live(current, index);
+    const bool any = index < total;
+    if (any) {
         const element* k = address<const element>(p.k) + (Config::packed ? 0 : b * p.k_b) + seq.k_row * p.k_j + head_kv * p.k_h;
         const element* v = address<const element>(p.v) + (Config::packed ? 0 : b * p.v_b) + seq.k_row * p.v_j + head_kv * p.v_h;
         const int low = Config::left ? clamp(window.key_begin(0), 0, seq.kv_len) : 0;
         load_tile<Config, typename T::KTile, threads, Config::head_dim>(base, Rows<Config>{k, p.k_j}, j0, low, seq.kv_len, thread);
         load_tile<Config, typename T::VTile, threads, Config::head_dim_v>(base + T::v_at, Rows<Config>{v, p.v_j}, j0, low, seq.kv_len, thread);
-        if (T::stages > 1) load_ahead({Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, 0);
+        if (T::stages > 1) load_ahead(current, 0);
         commit<Config>();
     }
     const uint32_t k_lane = T::KTile::by_row(base + row0 * T::KTile::pitch, lane);
@@ -200,16 +221,19 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     };
 
     // ---- main loop
-    Place current{Config::fault == head_mod ? head_kv : head_kv * group, start, per_head}, next = current, previous = current;
+    Place next = current, previous = current;
     bool pending = false;   // the dQ of `previous` waits to be computed by this warp
     int buffer = T::ds_buffers - 1, previous_buffer = 0;
 #pragma unroll 1
-    for (int step = 0; step < total; ++step) {
+    for (int step = 0; sparse ? index < total : step < total; ++step) {
         const int stage = T::stages > 1 ? step & 1 : 0;
         buffer = buffer == T::ds_buffers - 1 ? 0 : buffer + 1;
         const bool later = Config::stagger && warp >= T::warps / 2;   // these warps compute dQ after all else, not before it
         const bool due = T::dq_tiles == 1 || step % T::dq_tiles == 0;
         advance(next);
+        ++index;
+        find_live(next, index);
+        const bool more = sparse ? index < total : step + 1 < total;
         if constexpr (T::stages == 1) {
             __syncthreads();
             load_queries(current, 0);
@@ -229,22 +253,11 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         const int i0 = query_tile * block_q, i1 = min(i0 + block_q, seq.q_len);
         const uint32_t q_at = base + T::q_at + stage * T::stage_bytes, o_at = base + T::o_at + (T::late ? 0 : stage) * T::OTile::bytes;
         const Scorer<Config> scorer(p, seq, head);
-        const int state = Config::block_mask ? scorer.block_state(i0, i1, j0, j1) : 1;
-        const bool live = Config::deterministic || state >= 0;
-        if (Config::dq_first || (Config::block_mask && !live)) {
-            if (pending && due && !later) {
-                if (Config::dq_parts == 1 || !live) add_all(previous, previous_buffer);
-                else add_queries(previous, previous_buffer, 0);
-            }
-            if (due && !later && (Config::dq_parts == 1 || !live)) pending = false;
+        if (Config::dq_first && pending && due && !later) {
+            if (Config::dq_parts == 1) add_all(previous, previous_buffer);
+            else add_queries(previous, previous_buffer, 0);
         }
-        if (!live) {
-            if (T::stages > 1 && step + 1 < total) load_ahead(next, stage ^ 1);
-            commit<Config>();
-            if constexpr (T::stages == 1) wait<Config, 0>();
-            current = next;
-            continue;
-        }
+        if (Config::dq_first && due && !later && Config::dq_parts == 1) pending = false;
 
         // S^T = K Q^T and dP^T = V dO^T   [keys, queries]
         float s[M][N][4], dp[M][N][4];
@@ -261,7 +274,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             accumulate<atom, M, N, T::head_dim / atom::k, true, true>(s, [&](int m, int k) { return T::KTile::load_a(k_lane, 16 * m, k); },
                 [&](typename atom::B& b0, typename atom::B& b1, int k, int n) { T::QTile::load_b(b0, b1, q_lane, 8 * n, k); });
             if constexpr (Config::softcap) scorer.cap_scores(s, slope);
-            scorer.template apply<true>(s, j0 + row0, i0 + column0, lane, state <= 0);
+            scorer.template apply<true>(s, j0 + row0, i0 + column0, lane);
 
             // s -> log2 P
 #pragma unroll
@@ -290,13 +303,15 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
             }
             end_turn();
             if constexpr (T::stages > 1) {   // here: without a branch after dP, ptxas puts exponentials among its products
-                if (step + 1 < total) load_ahead(next, stage ^ 1);
+                if (more) load_ahead(next, stage ^ 1);
                 commit<Config>();
             }
             constexpr bool parked = Config::deterministic;   // whichever spills less
             const Edges<Config> edges(p, i0 + (parked ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 36)) : static_cast<int>(window.offset)), i1 - i0,
-                parked ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);
+                blank && current.partial ? 0 : parked ? static_cast<int>(ptx::ld_shared_b32(base + T::parked + 40)) : seq.kv_len);
             if (edges.cross(j0, j0 + block_k)) edges.hide_transposed(s, j0 + row0, column0, lane);
+            if constexpr (Config::partial_blocks)
+                if (current.partial) BlockMask<Config>(p, seq, head).template hide<true>(s, j0 + row0, i0 + column0, lane);
             if constexpr (Config::dq_parts == 2)
                 if (pending && due) add_queries(previous, previous_buffer, later ? 0 : 1);
             if constexpr (T::late || T::stages == 1) {
@@ -394,7 +409,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         } else if (due) pending = false;
         current = next;
     }
-    if (total > 0) {
+    if (any) {
         __syncthreads();
         if (pending) add_all(previous, previous_buffer);
     }

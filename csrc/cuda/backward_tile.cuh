@@ -35,7 +35,7 @@ struct BackwardTile {
     static constexpr bool late = o_stages < stages;   // dO of a step is loaded in that step
     static constexpr int ds_buffers = stages == 1 ? 1 : 1 + dq_tiles;   // with one stage dQ of a step is done before the next dS
     static_assert(dq_tiles == 1 || stages > 1, "tiles wait for each other");
-    static_assert(!Config::stagger || (stages > 1 && dq_tiles == 1 && !Config::block_mask && !Config::deterministic), "half of the warps keep dS until the end of the next step");
+    static_assert(!Config::stagger || (stages > 1 && dq_tiles == 1 && !Config::deterministic), "half of the warps keep dS until the end of the next step");
     static constexpr int ds_at = o_at + o_stages * OTile::bytes, p_at = ds_at + ds_buffers * STile::bytes;
     static constexpr int staged = Config::dq_stage;   // m16n8 tiles of dQ that a warp has on their way through shared memory
     static constexpr int dq_at = p_at + (warps_q > 1 ? STile::bytes : 0), parked = dq_at + 512 * staged * warps, held_at = parked + 64, shared_bytes = held_at + 8 * warps;

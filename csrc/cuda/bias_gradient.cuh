@@ -51,7 +51,9 @@ __device__ __forceinline__ void bias_gradient_kernel(const BiasGradientParams& p
                         x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
                         dp += __shfl_xor_sync(0xFFFFFFFFu, dp, step);
                     }
-                    const float s = scorer.template one<false>(x, i, j, true);
+                    if constexpr (Config::block_mask)
+                        if (BlockMask<Config>(p, seq, h).hides(i, j)) continue;
+                    const float s = scorer.template one<false>(x, i, j);
                     const float probability = ptx::ex2_approx(fmaf(s - row[0], log2e, -row[1]));
                     if constexpr (Config::dropout)
                         dp = dropout_keeps(dropout_words(seed, b, h, i & ~8, j & ~24), i, j, p.dropout_threshold) ? dp * p.keep_scale : 0.f;

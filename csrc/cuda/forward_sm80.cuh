@@ -52,18 +52,24 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     const Scorer<Config> scorer(p, seq, head);
     KeyTiles<Config> tiles{};
     if constexpr (Config::block_mask) {
+        const BlockMask<Config> blocks(p, seq, head);
         uint32_t* live = reinterpret_cast<uint32_t*>(shared + T::end);
         uint32_t* whole = live + KeyTiles<Config>::words;
         for (int word = (first >> 5) + warp; word < KeyTiles<Config>::words && 32 * word < last; word += T::warps) {
             const int j = (32 * word + lane) * block_k;
             const int state = 32 * word + lane < last && 32 * word + lane >= first
-                ? scorer.block_state(i0, i1, j, min(j + block_k, seq.kv_len)) : -1;
+                ? blocks.state(i0, i1, j, min(j + block_k, seq.kv_len)) : -1;
             const uint32_t some = __ballot_sync(0xFFFFFFFFu, state >= 0), all = __ballot_sync(0xFFFFFFFFu, state == 1);
             if (lane == 0) { live[word] = some; whole[word] = all; }
         }
         __syncthreads();
         tiles = {live, whole};
     }
+
+    const auto visible = [&](int tile) {   // of a tile without bits; located again, as in write_rows
+        const Mine again(p, ptx::opaque_block());
+        return BlockMask<Config>(p, again.seq, again.head).state(again.i0, again.i1, tile * block_k, min(tile * block_k + block_k, again.seq.kv_len)) >= 0;
+    };
 
     // What only the loads need waits in shared memory, not in registers.
     constexpr uint32_t parked = T::parked;
@@ -92,7 +98,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     };
 
     // ---- prologue
-    int current = tiles.previous(last - 1, first);
+    int current = tiles.previous(last - 1, first, visible);
     {
         const element* q = address<const element>(p.q) + (Config::packed ? 0 : b * p.q_b) + (seq.q_row + i0) * p.q_i + head * p.q_h;
         if constexpr (Config::pack) {
@@ -139,7 +145,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
     }
 #pragma unroll 1
     while (current >= first) {
-        const int next = tiles.previous(current - 1, first);
+        const int next = tiles.previous(current - 1, first, visible);
         if (Config::stages == 1 && current == top) wait<Config, 1>();
         else wait<Config, 0>();
         __syncthreads();
@@ -155,12 +161,14 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
         const int j0 = current * block_k + warp_n * T::keys;   // this warp's first key
         const Edges<Config> edges(p, ptx::ld_shared_b32(base + parked + 32), ptx::ld_shared_b32(base + parked + 36), ptx::ld_shared_b32(base + parked + 28));
         const bool edge = edges.cross(current * block_k, current * block_k + block_k);
-        const bool check = tiles.needs_check(current);
+        const bool partial = tiles.is_partial(current);
         const auto score = [&](bool scaled) {
             t.scores(s, q_lane, k_lane + stage * T::KTile::bytes);
-            scorer.template apply<false>(s, i0 * group + row0, j0, lane, check, group);
+            scorer.template apply<false>(s, i0 * group + row0, j0, lane, group);
             if (scaled) scorer.scale_raw(s);
             if (edge) edges.hide(s, row0, j0, lane, group);
+            if constexpr (Config::partial_blocks)
+                if (partial) BlockMask<Config>(p, seq, head).template hide<false>(s, i0 + row0, j0, lane);
         };
         typename T::Packed packed;
         Random random;
@@ -180,7 +188,7 @@ __device__ __forceinline__ void kernel(const ForwardParams& p) {
             t.state.with_maximum(s, t.acc, share, finish_rows);
             partner.exchange(packed, true);
         };
-        const bool maximum = Config::maximum || fresh || edge;
+        const bool maximum = Config::maximum || fresh || edge || partial;
         const auto await_values = [&] {
             if constexpr (Config::stages == 1) {
                 wait<Config, 0>();

@@ -213,7 +213,7 @@ struct Warpgroup {
     __device__ __forceinline__ void exact(uint32_t record, bool edges, int j, float (&correction)[2]) {
         constexpr bool raw = Scorer<Config>::raw;
         const float factor = raw && scorer.scale > 0.f ? scorer.scale : 1.f;
-        scorer.template apply<false>(s, 0, 0, lane, false);
+        scorer.template apply<false>(s, 0, 0, lane);
         if (factor == 1.f) scorer.scale_raw(s);   // the sign would turn the maximum, and 0 times -inf is not hidden
         if (edges) Edges<Config>(p, ptx::ld_shared_b32(record + 20), 0, ptx::ld_shared_b32(record + 24)).hide(s, 64 * group + 16 * warp(), j * T::block_k, lane, 1);
         if constexpr (raw) state.settle_raw(s[0], correction, factor, 0);
@@ -296,7 +296,7 @@ struct Warpgroup {
             release(T::v_empty, before);
             state.rescale(acc, correction);
         } else {
-            scorer.template apply<false>(s, 0, 0, lane, false);
+            scorer.template apply<false>(s, 0, 0, lane);
             float added[1][2];
             const bool fits = state.without_maximum(s, added, scorer.scale, [&](int) { drop(); });
             if (fits) release(T::k_empty, stage);

@@ -139,17 +139,21 @@ struct KeyTiles {
     const uint32_t* live;
     const uint32_t* whole;
 
-    __device__ __forceinline__ int previous(int tile, int first) const {   // the last live tile <= tile, or first - 1
-        if constexpr (Config::block_mask)
+    // The last live tile <= tile, or first - 1. visible(tile) says so of one that has no bit.
+    template <class Visible>
+    __device__ __forceinline__ int previous(int tile, int first, const Visible& visible) const {
+        if constexpr (Config::block_mask) {
+            while (tile >= first && tile >= covered && !visible(tile)) --tile;
             while (tile >= first && tile < covered) {
                 const uint32_t word = live[tile >> 5] << (31 - (tile & 31));
                 if (word != 0) { tile -= __clz(word); break; }
                 tile = (tile & ~31) - 1;
             }
+        }
         return tile < first ? first - 1 : tile;
     }
-    __device__ __forceinline__ bool needs_check(int tile) const {
-        if constexpr (!Config::block_mask) return false;
+    __device__ __forceinline__ bool is_partial(int tile) const {   // may be
+        if constexpr (!Config::partial_blocks) return false;
         return tile >= covered || !(whole[tile >> 5] >> (tile & 31) & 1);
     }
 };

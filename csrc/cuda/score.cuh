@@ -123,7 +123,7 @@ template <class Config>
 struct Scorer {
     static constexpr bool exact = Atom<Config>::split;
     static constexpr bool natural = Config::alibi || Config::has_bias || exact;
-    static constexpr bool lookups = Config::alibi || Config::has_bias || Config::mask || Config::block_mask;
+    static constexpr bool lookups = Config::alibi || Config::has_bias || Config::mask;
     static constexpr bool raw = !lookups && !Config::softcap && !exact;   // scores stay q . k; the exponent's FMA scales them
     static constexpr float unit = natural ? log2e : 1.f;
 
@@ -134,9 +134,7 @@ struct Scorer {
     float slope;
     const typename Config::bias_element* bias;
     const uint8_t* mask;
-    const uint8_t* blocks;
-    int64_t bias_i, bias_j, mask_i, mask_j, block_i, block_j;
-    int block_rows, block_columns;
+    int64_t bias_i, bias_j, mask_i, mask_j;
 
     template <class Params>
     __device__ __forceinline__ Scorer(const Params& p, const Sequence& s, int head) {
@@ -161,30 +159,10 @@ struct Scorer {
             mask_i = p.mask_i;
             mask_j = p.mask_j;
         }
-        if constexpr (Config::block_mask) {
-            blocks = address<const uint8_t>(p.block_mask) + s.index * p.block_b + head * p.block_h;
-            block_i = p.block_i;
-            block_j = p.block_j;
-            block_rows = p.block_rows;
-            block_columns = p.block_columns;
-        }
-    }
-
-    // -1 if no pair of queries [i0, i1) and keys [j0, j1) is visible to the block mask, 1 if all are, else 0.
-    __device__ __forceinline__ int block_state(int i0, int i1, int j0, int j1) const {
-        if (i0 >= i1 || j0 >= j1) return -1;
-        bool any = false, all = true;
-        for (int r = i0 / block_rows; r <= (i1 - 1) / block_rows; ++r)
-            for (int c = j0 / block_columns; c <= (j1 - 1) / block_columns; ++c) {
-                const bool on = blocks[r * block_i + c * block_j] != 0;
-                any |= on;
-                all &= on;
-            }
-        return !any ? -1 : all ? 1 : 0;
     }
 
     template <bool capped>
-    __device__ __forceinline__ float one(float x, int i, int j, bool check_blocks) const {
+    __device__ __forceinline__ float one(float x, int i, int j) const {
         constexpr bool fused = exact && Config::has_bias && !Config::alibi && !Config::softcap;   // one rounding beside a large bias
         if constexpr (Config::softcap) x = capped ? x : capped_score(tanh_exact(x * scale));
         else if constexpr (exact && !fused) x = __fmul_rn(x, scale);
@@ -205,8 +183,6 @@ struct Scorer {
                 }
             if constexpr (Config::mask)
                 if (inside && mask[i * mask_i + j * mask_j] == 0) x = -infinity;
-            if constexpr (Config::block_mask)
-                if (check_blocks && inside && blocks[i / block_rows * block_i + j / block_columns * block_j] == 0) x = -infinity;
         }
         return x;
     }
@@ -215,7 +191,7 @@ struct Scorer {
 
     // x -> s for a whole tile. group: rows a query has (grouped heads share a tile in decode).
     template <bool transposed, int M, int N>
-    __device__ __forceinline__ void apply(float (&x)[M][N][4], int slow0, int fast0, int lane, bool check_blocks, int group = 1) const {
+    __device__ __forceinline__ void apply(float (&x)[M][N][4], int slow0, int fast0, int lane, int group = 1) const {
         Scorer now = *this;   // offsets of bias and mask are computed anew for each tile: kept, they would fill registers
         if constexpr (Config::has_bias) now.bias_i = ptx::opaque(bias_i), now.bias_j = ptx::opaque(bias_j);
         if constexpr (Config::mask) now.mask_i = ptx::opaque(mask_i), now.mask_j = ptx::opaque(mask_j);
@@ -228,7 +204,7 @@ struct Scorer {
                     for (int e = 0; e < 4; ++e) {
                         const int slow = slow0 + 16 * m + (lane >> 2) + 8 * (e >> 1), fast = fast0 + 8 * n + 2 * (lane & 3) + (e & 1);
                         const int query = transposed ? fast : Config::pack ? slow / group : slow;
-                        x[m][n][e] = now.template one<transposed>(x[m][n][e], query, transposed ? slow : fast, check_blocks);
+                        x[m][n][e] = now.template one<transposed>(x[m][n][e], query, transposed ? slow : fast);
                     }
         }
     }
@@ -258,6 +234,48 @@ struct Scorer {
                     const float t = tanh_exact(x[m][n][e] * scale);
                     x[m][n][e] = capped_score(t);
                     derivative[m][n][e] = 1.f - t * t;
+                }
+    }
+};
+
+// The block mask of one head: which tiles it leaves, and hiding where it leaves a part of one.
+template <class Config>
+struct BlockMask {
+    const uint8_t* on;
+    int64_t stride_i, stride_j;
+    int rows, columns, i_end, j_end;   // of a block; queries and keys that it covers
+
+    template <class Params>
+    __device__ __forceinline__ BlockMask(const Params& p, const Sequence& s, int head)
+        : on(address<const uint8_t>(p.block_mask) + s.index * p.block_b + head * p.block_h), stride_i(p.block_i), stride_j(p.block_j),
+          rows(p.block_rows), columns(p.block_columns), i_end(min(s.q_len, p.seqlen_q)), j_end(min(s.kv_len, p.seqlen_k)) {}
+
+    __device__ __forceinline__ bool hides(int i, int j) const { return i < i_end && j < j_end && on[i / rows * stride_i + j / columns * stride_j] == 0; }
+
+    // -1 if no pair of queries [i0, i1) and keys [j0, j1) is visible to the block mask, 1 if all are, else 0.
+    __device__ __forceinline__ int state(int i0, int i1, int j0, int j1) const {
+        if (i0 >= i1 || j0 >= j1) return -1;
+        bool any = false, all = true;
+        for (int r = i0 / rows; r <= (i1 - 1) / rows; ++r)
+            for (int c = j0 / columns; c <= (j1 - 1) / columns; ++c) {
+                const bool visible = on[r * stride_i + c * stride_j] != 0;
+                any |= visible;
+                all &= visible;
+            }
+        return !any ? -1 : all ? 1 : 0;
+    }
+
+    // x[m][n][e]: row slow0 + 16 m + l/4 + 8 (e/2) and column fast0 + 8 n + 2 (l%4) + e%2 of queries by keys; transposed: of keys by queries.
+    template <bool transposed, int M, int N>
+    __device__ __forceinline__ void hide(float (&x)[M][N][4], int slow0, int fast0, int lane) const {
+#pragma unroll
+        for (int m = 0; m < M; ++m)
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const int slow = slow0 + 16 * m + (lane >> 2) + 8 * (e >> 1), fast = fast0 + 8 * n + 2 * (lane & 3) + (e & 1);
+                    if (hides(transposed ? fast : slow, transposed ? slow : fast)) x[m][n][e] = -infinity;
                 }
     }
 };

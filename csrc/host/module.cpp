@@ -94,7 +94,7 @@ std::string device_name(int ordinal) {
 py::bytes encode_tiled(int dtype, uint64_t address, const std::vector<uint64_t>& dims,
                        const std::vector<uint64_t>& strides, const std::vector<uint32_t>& box,
                        std::vector<uint32_t> element_strides, int interleave, int swizzle, int l2_promotion,
-                       int oob_fill) {
+                       int oob_fill, int device) {
     const size_t rank = dims.size();
     if (element_strides.empty()) element_strides.assign(rank, 1);
     if (rank < 1 || rank > 5 || strides.size() != rank - 1 || box.size() != rank || element_strides.size() != rank) {
@@ -105,6 +105,7 @@ py::bytes encode_tiled(int dtype, uint64_t address, const std::vector<uint64_t>&
     if (cuda.encode_tiled == nullptr) {
         throw DriverError{-1, "DRIVER_TOO_OLD", "the NVIDIA driver has no cuTensorMapEncodeTiled", "dlsym"};
     }
+    const ContextScope scope(cuda, primary_context(device));  // a thread that has not used CUDA has none, and the driver wants one
     TensorMap map = {};
     cuda.check(cuda.encode_tiled(&map, dtype, static_cast<uint32_t>(rank), reinterpret_cast<void*>(address),
                                  dims.data(), strides.data(), box.data(), element_strides.data(), interleave, swizzle,
@@ -135,7 +136,7 @@ PYBIND11_MODULE(_host, m) {
     m.def("device_name", &device_name, py::arg("ordinal"));
     m.def("encode_tiled", &encode_tiled, py::arg("dtype"), py::arg("address"), py::arg("dims"), py::arg("strides"),
           py::arg("box"), py::arg("element_strides"), py::arg("interleave"), py::arg("swizzle"),
-          py::arg("l2_promotion"), py::arg("oob_fill"));
+          py::arg("l2_promotion"), py::arg("oob_fill"), py::arg("device"));
     m.def("load", &load, py::arg("cubin"), py::arg("entry"), py::arg("device"), py::arg("pointers"));
     py::class_<Kernel>(m, "Kernel")
         .def("launch", &launch)
