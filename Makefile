@@ -16,7 +16,7 @@ DEMO ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What an editable install has to be made anew for; Python sources are read where they lie.
-BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc/cpu csrc/common csrc/host -type f 2>/dev/null)
+BUILD_INPUTS := pyproject.toml $(wildcard CMakeLists.txt) $(shell find csrc/cpu csrc/common csrc/front csrc/host -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test clean

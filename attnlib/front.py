@@ -69,7 +69,7 @@ def keep(form: Form, operands: Operands, scalars: Scalars, spec: str) -> None:
     if set_now.debug or set_now.shadow or not (prepared.as_is and prepared.in_memory):
         _front.keep(*form, *asked, *[None] * 7)  # what is asked for is done on the whole way
         return
-    direct = getattr(prepared.plan, "direct", None) if prepared.device.type == "cpu" and not scalars.grads else None
+    direct = None if scalars.grads else getattr(prepared.plan, "direct", None)
     if direct is not None:
         strides = (*(x.stride() for x in operands[:3]), prepared.out[1], prepared.lse[1])
         direct = direct(prepared.problem, strides)

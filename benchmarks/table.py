@@ -230,7 +230,7 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     **{
         f"gpu_{grid}{tag}": functools.partial(gpu_table, grid + backends)
         for grid in ("training", "gqa", "decode", "features")
-        for tag, backends in (("", ""), ("_sm80", "-cuda-sm_80"))
+        for tag, backends in (("", ""), ("_sm80", "-cuda-sm_80"), ("_triton", "-triton"))
     },
     "gpu_memory": gpu_memory_table,
     "gpu_memory_sm80": functools.partial(gpu_memory_table, "memory-cuda-sm_80"),

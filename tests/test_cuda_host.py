@@ -141,6 +141,39 @@ def test_launch_records(host: Path, stub: Path) -> None:
     """)  # fmt: skip
 
 
+def test_a_direct_launch_has_the_addresses_and_the_stream_of_its_call(host: Path, stub: Path) -> None:
+    child(host, stub, """
+        stub.stub_parameter_bytes(48)
+        kernel = h.load(b"\\x7fELF....", "forward", 1, [("q", 0)])
+        parameters = bytes(range(48))
+        capsule = h.direct(kernel, [5, 6, 7], 128, 4096, parameters, [0, 8, 16, 24, 40])
+        del kernel
+        api = ctypes.pythonapi
+        api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+        api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+        address = api.PyCapsule_GetPointer(capsule, b"attnlib.direct.2")
+        kind = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int,
+                                ctypes.c_void_p)
+        run = kind(ctypes.c_uint64.from_address(address).value)
+        assert ctypes.c_bool.from_address(address + 8).value  # lse is always written
+        log()
+        where = (ctypes.c_uint64 * 5)(*(0x1000 * n for n in range(1, 6)))
+        assert run(address, where, 1, 0xABC0) is None
+        told = bytearray(parameters)
+        for offset, value in zip((0, 8, 16, 24, 40), where):
+            told[offset : offset + 8] = value.to_bytes(8, "little")
+        assert log()[1] == ("cuLaunchKernelEx grid=5,6,7 block=128,1,1 smem=4096 stream=43968 attributes= params="
+                            + told.hex() + " device=1")
+        stub.stub_fail(b"cuLaunchKernelEx", 700)
+        assert b"failed" in run(address, where, 1, 0)
+        assert b"failed" in run(address, (ctypes.c_uint64 * 5)(), 1, 0)  # a null pointer
+        kernel = h.load(b"\\x7fELF....", "forward", 1, [])
+        raises(ValueError, h.direct, kernel, [5, 6], 128, 0, parameters, [0, 8, 16, 24, 40])
+        raises(ValueError, h.direct, kernel, [5, 6, 7], 128, 0, parameters, [0, 8, 16, 24, 41])
+        raises(ValueError, h.direct, kernel, [5, -6, 7], 128, 0, parameters, [0, 8, 16, 24, 40])
+    """)  # fmt: skip
+
+
 def test_shared_memory_is_asked_for_once(host: Path, stub: Path) -> None:
     child(host, stub, """
         kernel = h.load(b"\\x7fELF", "k", 0, [])

@@ -266,9 +266,7 @@ def dq_warps(head_dim: int, warps: int, block_q: int) -> int:
 _BackwardShape = tuple[int, int, int, int, int, int, int]
 
 
-def _backward_shapes(
-    problem: AttentionProblem, capability: int, touched: bool
-) -> list[tuple[_BackwardShape, float]]:
+def _backward_shapes(problem: AttentionProblem, capability: int, touched: bool) -> list[tuple[_BackwardShape, float]]:
     """Tile shapes by preference, and which part of dQ is on its way through shared memory (sm_90 and later)."""
     d = max(padded(problem.head_dim), padded(problem.head_dim_v))
     bulk = capability >= 90
@@ -344,8 +342,11 @@ def backward(
     for touched in _passes(problem):
         for (*values, count), part in _backward_shapes(problem, target.capability, touched):
             chosen = dict(zip(names, values, strict=True)) | wanted
-            if (config := _backward_of(problem, common | chosen, part)) is not None:
-                tries.append((config, count, touched))
+            made = _backward_of(problem, common | chosen, part)
+            if made is not None:
+                tries.append((made, count, touched))
+    if not tries:
+        raise ValueError(f"shape: needs warps that can share a tile, got {wanted}")
     for config, count in _in_whole_blocks(tries):
         room = target.smem_per_sm // (blocks or count) - 1024
         if config.shared_bytes <= min(target.smem_per_block, room):

@@ -43,6 +43,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,11 @@ class LoadedKernel:
             raise device.driver_failure(error, self.spec.entry, problem, what) from error
         except ValueError as error:
             raise ValueError(f"{self.spec.entry}: {error}") from None
+
+    def direct(self, grid: tuple[int, int, int], params: bytes, smem_bytes: int, offsets: Sequence[int]) -> Any:
+        """A launch that lacks five addresses, at these offsets of the struct, as a capsule of csrc/common/direct.h."""
+        host = device.host()
+        return host.direct(self._kernel, list(grid), self.spec.threads, smem_bytes, params, list(offsets))
 
     def blocks_per_sm(self, smem_bytes: int) -> int:
         """How many blocks fit on a multiprocessor at once."""

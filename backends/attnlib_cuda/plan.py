@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +58,10 @@ def _stream(index: int) -> int:
     )  # what torch.cuda.current_stream wraps, in a tenth of the time
 
 
+_Strides = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # of q, k and v
+_FIRST = struct.Struct("<5Q")  # addresses of q, k, v, out and lse, which FORWARD begins with
+
+
 @dataclass(frozen=True)
 class _Forward:
     """A forward prepared for one problem."""
@@ -66,6 +71,19 @@ class _Forward:
     combine: Step | None
     splits: int
     extras: bool  # operands beside q, k and v
+    tails: dict[_Strides, bytes]  # of the struct, behind the addresses of q, k, v, out and lse; for plain operands
+
+
+def _tail(ready: _Forward, strides: _Strides) -> bytes:
+    tail = ready.tails.get(strides)
+    if tail is None:
+        values = ready.main.values.copy()
+        for names, own in zip((_Q, _K, _V), strides, strict=True):
+            values.update(zip(names[2:] if ready.problem.packed else names[1:], own, strict=False))
+        if len(ready.tails) >= 64:
+            ready.tails.clear()
+        tail = ready.tails[strides] = params.FORWARD.filled(values)[_FIRST.size :]
+    return tail
 
 
 @dataclass(frozen=True)
@@ -170,6 +188,11 @@ class CudaPlan:
         if ready is None or (ready.problem is not problem and ready.problem != problem):
             ready = self._forward_steps = self._prepare_forward(problem, t)
         step, stream = ready.main, _stream(self._index)
+        if not ready.extras and ready.combine is None:
+            q, k, v = t.q, t.k, t.v
+            addresses = _FIRST.pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), t.out.data_ptr(), t.lse.data_ptr())
+            step.run(addresses + _tail(ready, (q.stride(), k.stride(), v.stride())), stream, problem, t)
+            return
         values = step.values.copy()
         _put(values, t.q, _Q, problem.packed)
         packed_keys = problem.packed and problem.page_size is None
@@ -181,16 +204,30 @@ class CudaPlan:
             values["stats"], values["sinks"] = _address(t.stats), _address(t.sinks)
             values["new_tokens"] = 0 if t.k_new is None else t.k_new.shape[1]
         if ready.combine is None:
-            step.run(values, stream, problem, t)
+            step.run(step.layout.filled(values), stream, problem, t)
             return
         lse = allocate((ready.splits, t.lse.numel()), torch.float32, t.q.device)
         out = allocate((ready.splits, t.lse.numel(), problem.head_dim_v), torch.float32, t.q.device)
         values["partial_out"], values["partial_lse"] = out.data_ptr(), lse.data_ptr()
-        step.run(values, stream, problem, t)
+        step.run(step.layout.filled(values), stream, problem, t)
         joined = ready.combine.values.copy()
         for name in ("out", "lse", "sinks", "partial_out", "partial_lse", "q_lens", "cu_q"):
             joined[name] = values[name]
         ready.combine.launch(joined, stream, problem)
+
+    def direct(self, problem: AttentionProblem, strides: tuple[tuple[int, ...], ...]) -> Any:
+        """forward() of q, k, v, out and lse with these strides, as a capsule that core runs without Python.
+
+        None if it is more than one launch, or one with tensor maps.
+        """
+        ready = self._forward_steps
+        if ready is None or (ready.problem is not problem and ready.problem != problem):
+            return None
+        step = ready.main
+        if ready.extras or ready.combine is not None or isinstance(step, MappedStep):
+            return None
+        tail = _tail(ready, (strides[0], strides[1], strides[2]))
+        return step.kernel.direct(step.grid, bytes(_FIRST.size) + tail, step.shared, range(0, _FIRST.size, 8))
 
     def _prepare_forward(self, problem: AttentionProblem, t: Tensors) -> _Forward:
         """All of a forward that its tensors don't decide."""
@@ -215,7 +252,7 @@ class CudaPlan:
             spec = config.small_kernel("combine", self._rows)
             layout = params.COMBINE
             combine = self._step(problem, spec, layout, layout.known(values), (-(-rows // 4), 1, 1))
-        return _Forward(problem, main, combine, splits, self._extras(t))
+        return _Forward(problem, main, combine, splits, self._extras(t), {})
 
     def _prepare_wide(self, problem: AttentionProblem, t: Tensors, c: hopper.ForwardConfig) -> _Forward:
         tiles, units = -(-problem.seqlen_q // c.block_q), problem.num_heads_q * problem.batch
@@ -232,7 +269,7 @@ class CudaPlan:
         template = params.FORWARD.template(values)
         size, ticket = params.FORWARD_MAPS_SIZE, self._index if c.dynamic else None
         main = MappedStep(kernel, params.FORWARD, template, grid, c.shared_bytes, boxes, size, ticket)
-        return _Forward(problem, main, None, 1, self._extras(t))
+        return _Forward(problem, main, None, 1, self._extras(t), {})
 
     def _extras(self, t: Tensors) -> bool:
         operands = (t.stats, t.sinks, t.q_lens, t.kv_lens, t.new_lens, t.cu_seqlens_q, t.page_table, t.bias, t.mask)
@@ -302,7 +339,7 @@ class CudaPlan:
             order = torch.zeros(ready.order, dtype=torch.int32, device=t.q.device)
             main["order"] = order.data_ptr()
             main["ticket"] = main["order"] + 4 * (ready.order - 1)
-        ready.main.run(main, stream, problem, t)
+        ready.main.run(ready.main.layout.filled(main), stream, problem, t)
 
         if t.dq is not None:
             dq = ready.dq.values.copy()

@@ -30,9 +30,9 @@ class Step:
         struct = self.layout.filled(values)
         self.kernel.launch(grid or self.grid, stream, struct, self.shared, pdl=self.early, problem=problem)
 
-    def run(self, values: dict[str, Any], stream: int, problem: AttentionProblem, t: Tensors) -> None:
-        """As launch; t: what the maps of a MappedStep are of."""
-        self.launch(values, stream, problem)
+    def run(self, members: bytes, stream: int, problem: AttentionProblem, t: Tensors) -> None:
+        """Launch with the struct's members; t: what the maps of a MappedStep are of."""
+        self.kernel.launch(self.grid, stream, members, self.shared, pdl=self.early, problem=problem)
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,9 @@ class MappedStep(Step):
     size: int = 0
     ticket: int | None = None
 
-    def run(self, values: dict[str, Any], stream: int, problem: AttentionProblem, t: Tensors) -> None:
+    def run(self, members: bytes, stream: int, problem: AttentionProblem, t: Tensors) -> None:
         operands = [_spread(getattr(t, field)) for field, _ in self.boxes]  # kept until the launch
         maps = [operand_map(x, rows) for x, (_, rows) in zip(operands, self.boxes, strict=True)]
-        members = self.layout.filled(values)
         if self.ticket is not None:
             members += _ticket(self.ticket, stream).data_ptr().to_bytes(8, "little")
         struct = params.with_maps(maps, members, self.size)

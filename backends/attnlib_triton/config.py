@@ -241,7 +241,7 @@ def _mapped_shapes(problem: AttentionProblem, arch: Arch, kernel: str) -> list[S
         return []
     dim = max(problem.head_dim, problem.head_dim_v)
     found = _MAPPED.get((kernel, 64 if dim <= 64 else dim))
-    if found is None:
+    if found is None or (kernel == "forward" and dim <= 64 and problem.dropout_threshold > 0):  # slower with them
         return []
     shape = found[problem.window.right is not None]._replace(maps=True)
     plain = problem.softcap is None and problem.dropout_threshold == 0  # else fewer registers were not tried
@@ -264,7 +264,8 @@ def _forward_shapes(problem: AttentionProblem, arch: Arch) -> list[tuple[Any, ..
         return [(64, 32, 4, s) for s in (2, 1)] + [(32, 32, 4, 1)]
     small_tiles = [(64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)]
     if dim <= 64:  # measured on an H200, as what follows for 128 is
-        first = (64, 128, 4, 3) if problem.window.right is None else (128, 64, 4, 3)
+        wide = problem.window.right is None or problem.dropout_threshold > 0
+        first = (64, 128, 4, 3) if wide else (128, 64, 4, 3)
         return [first, (128, 64, 4, 3), (128, 64, 4, 2), *small_tiles]
     if dim <= 128:
         return [(128, 64, 8, 3), (128, 64, 8, 2), *small_tiles]

@@ -163,7 +163,7 @@ struct DirectCall : Direct {
     Params params;
     int family;
 
-    static const char* forward(const Direct* self, void* const address[5], int threads) {
+    static const char* forward(const Direct* self, void* const address[5], int threads, void*) {
         const auto& call = *static_cast<const DirectCall*>(self);
         try {
             Params p = call.params;
@@ -185,7 +185,7 @@ py::capsule Call::direct(const py::tuple& strides) const {
     Address a[5];
     for (int i = 0; i < 5; ++i) a[i] = parse(py::make_tuple(0, strides[i]).ptr());
     auto made = std::make_unique<DirectCall>();
-    made->run = &DirectCall::forward;
+    made->run = &DirectCall::forward, made->always_lse = false;
     made->params = params, made->family = family;
     Params& p = made->params;
     p.q = tokens(a[0], dtype), p.k = tokens(a[1], dtype), p.v = tokens(a[2], dtype), p.out = tokens(a[3], dtype);

@@ -67,10 +67,10 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
         }
     };
     uint32_t live = 0, whole = 0;   // of the 32 query tiles around a place: those that the mask leaves, and leaves whole
-    // The first place from `at` on that the mask leaves; `index` counts all of them, and is `total` at the end. Called for every place.
-    const auto find_live = [&](Place& at, int& index) {
-        if constexpr (Config::block_mask)
-            for (; index < total; ++index, advance(at)) {
+    // The first place from `at` on that the mask leaves; `count` counts all of them, and is `total` at the end. Called for every place.
+    const auto find_live = [&](Place& at, int& count) {
+        if constexpr (Config::block_mask) {
+            for (; count < total; ++count, advance(at)) {
                 if ((at.tile & 31) == 0 || at.tile == first || at.left == per_head) {
                     const int i = ((at.tile & ~31) + lane) * block_q;
                     const int state = BlockMask<Config>(p, seq, at.head).state(i, min(i + block_q, seq.q_len), j0, j1);
@@ -80,6 +80,7 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
                 if (!sparse || Config::partial_blocks) at.partial = !(whole >> (at.tile & 31) & 1);
                 if (!sparse || live >> (at.tile & 31) & 1) break;
             }
+        }
     };
 
     // What only the loads and dQ need waits in shared memory, not in registers.
@@ -122,9 +123,9 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     clear(dk);
     clear(dv);
     Place current{Config::fault == head_mod ? head_kv : head_kv * group, start, per_head, Config::block_mask};
-    int index = 0;
-    find_live(current, index);
-    const bool any = index < total;
+    int passed = 0;
+    find_live(current, passed);
+    const bool any = passed < total;
     if (any) {
         const element* k = address<const element>(p.k) + (Config::packed ? 0 : b * p.k_b) + seq.k_row * p.k_j + head_kv * p.k_h;
         const element* v = address<const element>(p.v) + (Config::packed ? 0 : b * p.v_b) + seq.k_row * p.v_j + head_kv * p.v_h;
@@ -225,15 +226,15 @@ __device__ __forceinline__ void kernel(const BackwardParams& p) {
     bool pending = false;   // the dQ of `previous` waits to be computed by this warp
     int buffer = T::ds_buffers - 1, previous_buffer = 0;
 #pragma unroll 1
-    for (int step = 0; sparse ? index < total : step < total; ++step) {
+    for (int step = 0; sparse ? passed < total : step < total; ++step) {
         const int stage = T::stages > 1 ? step & 1 : 0;
         buffer = buffer == T::ds_buffers - 1 ? 0 : buffer + 1;
         const bool later = Config::stagger && warp >= T::warps / 2;   // these warps compute dQ after all else, not before it
         const bool due = T::dq_tiles == 1 || step % T::dq_tiles == 0;
         advance(next);
-        ++index;
-        find_live(next, index);
-        const bool more = sparse ? index < total : step + 1 < total;
+        ++passed;
+        find_live(next, passed);
+        const bool more = sparse ? passed < total : step + 1 < total;
         if constexpr (T::stages == 1) {
             __syncthreads();
             load_queries(current, 0);

@@ -41,10 +41,10 @@ struct ExchangeApi {
     void* managed_from_object;
     void* managed_to_object;
     int (*tensor_from_object)(void* object, DLTensor* out);
-    void* current_stream;
+    int (*current_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 
-constexpr int kCpu = 1;
+constexpr int kCpu = 1, kCuda = 2;
 constexpr uint8_t kFloat = 2;
 
 // --- small things of Python --------------------------------------------------------------------------------------------
@@ -318,19 +318,32 @@ Ref allocate(PyObject* q, const Ref& shape, const Ref& strides, const Ref& dtype
     return made;
 }
 
-PyObject* run_direct(const Kept& kept, PyObject* const* args, void* (&address)[5]) {
+PyObject* run_in_python(const Kept& kept, PyObject* const* args) {
+    PyObject* stack[] = {nullptr, kept.token.get(), args[kQ], args[kK], args[kV], args[kReturnLse]};
+    return PyObject_Vectorcall(around->run_kept.get(), stack + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
+PyObject* run_direct(const Kept& kept, const Layout& q, PyObject* const* args, void* (&address)[5]) {
     const bool with_lse = args[kReturnLse] == Py_True;
     Ref out = allocate(args[kQ], kept.out_shape, kept.out_strides, Ref(), address[3]);
     Ref lse;
-    if (out && with_lse) lse = allocate(args[kQ], kept.lse_shape, kept.lse_strides, kept.lse_dtype, address[4]);
-    if (!out || (with_lse && !lse)) return nullptr;
-    const Ref threads(PyObject_CallNoArgs(around->num_threads.get()));
-    const long count = threads ? PyLong_AsLong(threads.get()) : -1;
-    if (count < 0) return nullptr;
+    const bool make_lse = with_lse || kept.direct->always_lse;
+    if (out && make_lse) lse = allocate(args[kQ], kept.lse_shape, kept.lse_strides, kept.lse_dtype, address[4]);
+    if (!out || (make_lse && !lse)) return nullptr;
+    long count = 1;
+    void* stream = nullptr;
+    if (q.device_type == kCuda) {
+        if (around->api->current_stream(q.device_type, q.device_id, &stream) != 0) return nullptr;
+    } else {
+        const Ref threads(PyObject_CallNoArgs(around->num_threads.get()));
+        count = threads ? PyLong_AsLong(threads.get()) : -1;
+        if (count < 0) return nullptr;
+    }
     const char* wrong = nullptr;
     Py_BEGIN_ALLOW_THREADS
-    wrong = kept.direct->run(kept.direct, address, static_cast<int>(count));
+    wrong = kept.direct->run(kept.direct, address, static_cast<int>(count), stream);
     Py_END_ALLOW_THREADS
+    if (wrong && q.device_type != kCpu) return run_in_python(kept, args);  // whose error says more
     if (wrong && !*wrong) return PyErr_SetString(PyExc_MemoryError, "std::bad_alloc"), nullptr;
     if (wrong) return PyErr_Format(PyExc_RuntimeError, "%s", wrong);
     return with_lse ? PyTuple_Pack(2, out.get(), lse.get()) : out.release();
@@ -359,9 +372,8 @@ PyObject* find(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     const std::shared_ptr<const Kept> kept = at->second;  // another thread may clear the forms meanwhile
     if (!kept->token) Py_RETURN_NONE;
-    if (kept->direct && !key.grads) return run_direct(*kept, args, address);
-    PyObject* stack[] = {nullptr, kept->token.get(), args[kQ], args[kK], args[kV], args[kReturnLse]};
-    return PyObject_Vectorcall(around->run_kept.get(), stack + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+    if (kept->direct && !key.grads) return run_direct(*kept, key.q, args, address);
+    return run_in_python(*kept, args);
 }
 
 // keep(*arguments of find, grads, deterministic, token, direct, out_shape, out_strides, lse_shape, lse_strides, lse_dtype):
@@ -386,7 +398,8 @@ PyObject* keep_checked(PyObject* const* args) {
     const bool same = missed.generation == generation && Equal()(missed.key, key);
     if (!same || grads != key.grads || deterministic != key.deterministic) Py_RETURN_FALSE;
     if (rest[2] != Py_None) kept->token = Ref::to(rest[2]);
-    if (PyCapsule_IsValid(rest[3], attnlib::kDirectName)) {
+    const bool runs = key.q.device_type == kCpu || (key.q.device_type == kCuda && around->api->current_stream);
+    if (runs && PyCapsule_IsValid(rest[3], attnlib::kDirectName)) {
         kept->capsule = Ref::to(rest[3]);
         kept->direct = static_cast<const Direct*>(PyCapsule_GetPointer(rest[3], attnlib::kDirectName));
     }

@@ -2,8 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <memory>
 
+#include "../common/direct.h"
 #include "kernel.h"
 
 namespace py = pybind11;
@@ -34,11 +36,11 @@ unsigned extent(long long value, const char* what) {
     return static_cast<unsigned>(value);
 }
 
-std::unique_ptr<Kernel> load(const py::bytes& cubin, const std::string& entry, int device,
+std::shared_ptr<Kernel> load(const py::bytes& cubin, const std::string& entry, int device,
                              std::vector<std::pair<std::string, size_t>> pointers) {
     const void* image = PyBytes_AS_STRING(cubin.ptr());
     const py::gil_scoped_release release;
-    return std::make_unique<Kernel>(image, entry, device, std::move(pointers));
+    return std::make_shared<Kernel>(image, entry, device, std::move(pointers));
 }
 
 void launch(Kernel& kernel, long long x, long long y, long long z, unsigned threads, uint64_t stream,
@@ -53,6 +55,49 @@ void launch(Kernel& kernel, long long x, long long y, long long z, unsigned thre
     const View view(params.ptr());
     const py::gil_scoped_release release;  // a full launch queue blocks, and a host callback may want the GIL
     kernel.launch(what, view.data(), view.size());
+}
+
+// One launch, all but the addresses of q, k, v, out and lse.
+struct DirectLaunch : Direct {
+    std::shared_ptr<Kernel> kernel;
+    Launch launch;
+    std::string parameters;
+    size_t offsets[5];
+
+    static const char* run_on(const Direct* self, void* const address[5], int, void* stream) {
+        const auto& call = *static_cast<const DirectLaunch*>(self);
+        try {
+            std::string parameters = call.parameters;
+            for (int i = 0; i < 5; ++i) std::memcpy(&parameters[call.offsets[i]], &address[i], sizeof(void*));
+            Launch launch = call.launch;
+            launch.stream = static_cast<CUstream>(stream);
+            call.kernel->launch(launch, parameters.data(), parameters.size());
+            return nullptr;
+        } catch (...) {
+            return "attnlib_cuda: the launch failed";
+        }
+    }
+};
+
+// That launch as a capsule, for core to make it without Python.
+py::capsule direct(std::shared_ptr<Kernel> kernel, const std::vector<long long>& grid, unsigned threads,
+                   long long shared_bytes, const py::bytes& parameters, const std::vector<size_t>& offsets) {
+    auto made = std::make_unique<DirectLaunch>();
+    made->run = &DirectLaunch::run_on, made->always_lse = true;
+    made->kernel = std::move(kernel);
+    made->parameters = parameters;
+    if (grid.size() != 3 || offsets.size() != 5) throw std::invalid_argument("direct: needs 3 extents and 5 offsets");
+    made->launch = {{extent(grid[0], "grid.x"), extent(grid[1], "grid.y"), extent(grid[2], "grid.z")},
+                    threads, nullptr, extent(shared_bytes, "shared memory"), {0, 0, 0}, false};
+    for (size_t i = 0; i < 5; ++i) {
+        if (offsets[i] + sizeof(void*) > made->parameters.size()) throw std::invalid_argument("direct: an offset lies outside");
+        made->offsets[i] = offsets[i];
+    }
+    py::capsule capsule(static_cast<Direct*>(made.get()), kDirectName, [](PyObject* object) {
+        delete static_cast<DirectLaunch*>(static_cast<Direct*>(PyCapsule_GetPointer(object, kDirectName)));
+    });
+    made.release();
+    return capsule;
 }
 
 int driver_version() {
@@ -138,7 +183,9 @@ PYBIND11_MODULE(_host, m) {
           py::arg("box"), py::arg("element_strides"), py::arg("interleave"), py::arg("swizzle"),
           py::arg("l2_promotion"), py::arg("oob_fill"), py::arg("device"));
     m.def("load", &load, py::arg("cubin"), py::arg("entry"), py::arg("device"), py::arg("pointers"));
-    py::class_<Kernel>(m, "Kernel")
+    m.def("direct", &direct, py::arg("kernel"), py::arg("grid"), py::arg("threads"), py::arg("shared_bytes"),
+          py::arg("parameters"), py::arg("offsets"));
+    py::class_<Kernel, std::shared_ptr<Kernel>>(m, "Kernel")
         .def("launch", &launch)
         .def("blocks_per_sm", &Kernel::blocks_per_sm, py::call_guard<py::gil_scoped_release>())
         .def("attribute", &Kernel::attribute)
