@@ -30,8 +30,10 @@ def origin(device: torch.device) -> dict[str, Any]:
 def commit() -> str:
     """The commit measured; "+" says that the tree had changes beside the results themselves.
 
-    The variable GIT_COMMIT says it where the tree is a copy without .git.
+    The variable GIT_COMMIT says it where the tree is a copy of another one.
     """
+    if told := os.environ.get("GIT_COMMIT"):
+        return told[:12]
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -40,7 +42,7 @@ def commit() -> str:
         changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs", ":!README.md")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
 
 
 def write(name: str, value: dict[str, Any]) -> Path:

@@ -175,9 +175,9 @@ def gpu_memory_table(name: str = "memory") -> str:
     return "\n".join([*lines, "", _origin(value)])
 
 
-def gpu_checks_table() -> str:
+def gpu_checks_table(name: str) -> str:
     """What the last run of ci/gpu found."""
-    value = record.read("gpu-cuda")
+    value = record.read(name)
     if value is None:
         return NOT_MEASURED
     checks, mutants, stress = value["conformance"], value["mutants"], value.get("stress")
@@ -226,7 +226,10 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "cpu_decode": cpu_decode_table,
     "overhead": overhead_table,
     "overhead_cuda": functools.partial(overhead_table, "overhead-cuda"),
-    "gpu_checks": gpu_checks_table,
+    **{
+        f"gpu_checks{tag}": functools.partial(gpu_checks_table, f"gpu-{backend}")
+        for tag, backend in (("", "cuda"), ("_sm80", "cuda-sm_80"), ("_triton", "triton"))
+    },
     **{
         f"gpu_{grid}{tag}": functools.partial(gpu_table, grid + backends)
         for grid in ("training", "gqa", "decode", "features")
