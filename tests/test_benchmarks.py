@@ -214,7 +214,7 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Some GPU" in text and "700 TFLOP/s" in text
     assert "GB/s of K and V" in table.gpu_table("decode")
     assert "| B1 S1024 H16 D128 causal | forward | 1.0 |" in table.gpu_memory_table()
-    assert table.gpu_table("gqa") == table.gpu_checks_table() == table.NOT_MEASURED
+    assert table.gpu_table("gqa") == table.gpu_checks_table("gpu-cuda") == table.NOT_MEASURED
 
 
 def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

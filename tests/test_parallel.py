@@ -40,6 +40,22 @@ def test_mutants(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 killed" in capsys.readouterr().out
 
 
+def test_checks_that_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, out = tmp_path / "report.json", tmp_path / "out.txt"
+    options = ["--only", "forward/plain/", "--report", str(report), "--leave-out", str(out)]
+    out.write_text("# slow\nforward/plain/float32\n\nforward/plain/float64\n")
+    assert main(*options) == 0
+    assert "2 of 4 are left out" in capsys.readouterr().out
+    assert [check["name"] for check in json.loads(report.read_text())["checks"]] == [
+        "forward/plain/bfloat16", "forward/plain/float16",
+    ]  # fmt: skip
+    out.write_text("forward/plain/float32\nforward/plane/float32\n")
+    assert main(*options) == 2
+    assert "forward/plane/float32" in capsys.readouterr().err
+    assert main("--leave-out", str(tmp_path / "none")) == 2
+    assert "none" in capsys.readouterr().err
+
+
 def test_unknown_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert parallel.main(["--backend", "nobody"]) == 2
     assert "nobody" in capsys.readouterr().err

@@ -195,6 +195,21 @@ def read_log(path: Path | None) -> dict[str, Outcome]:
     return found
 
 
+def _without(names: list[str], file: str | None) -> list[str]:
+    """names but those that a file has, a name a line. Raises ArgumentError for one that is no check's."""
+    if file is None:
+        return names
+    try:
+        lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise ArgumentError(f"--leave-out: needs a file of names, got {file!r}: {error.strerror}") from error
+    out = {line for line in lines if line and not line.startswith("#")}
+    if unknown := sorted(out - set(names)):
+        raise ArgumentError(f"--leave-out: needs names of the checks that were chosen, got {unknown[0]!r} in {file}")
+    print(f"{len(out)} of {len(names)} are left out, by {file}", flush=True)
+    return [name for name in names if name not in out]
+
+
 def _order(names: Iterable[str], log: Mapping[str, Outcome]) -> list[str]:
     """What took longest comes first, so that the end is not spent waiting for one process."""
     slow = ("AB-034", "AB-035", "AB-037", "AB-038", "memory/", "dropout/mask")
@@ -209,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--level", choices=("core", "full"), default="full")
     parser.add_argument("--shard", metavar="I/N", help="only the I-th of N parts of the checks")
     parser.add_argument("--only", action="append", metavar="TEXT", help="checks (faults) whose name has this text")
+    parser.add_argument("--leave-out", metavar="FILE", help="of checks that are not run, a name a line")
     parser.add_argument("--mutants", action="store_true", help="run the backend's faults instead of its checks")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     parser.add_argument("--time-limit", type=float, metavar="S", help="stop, with what there is, after S seconds")
@@ -233,6 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     names = [name for name in names if any(text in name for text in options.only)]
             else:
                 names = [item.name for item in chosen(subject, options.level, shard, options.only)]
+            names = _without(names, options.leave_out)
     except ArgumentError as error:
         print(error, file=sys.stderr)
         return 2
