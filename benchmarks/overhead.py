@@ -32,7 +32,7 @@ from attnlib.problem import DTYPES, AttentionProblem, Tensors
 from . import record
 
 NAME = "noop"
-# Microseconds that a call may take on the host, its kernel and that one's launch excluded; other calls are reported only.
+# Microseconds that a call may take on the host without its kernel and that one's launch; other calls are reported only.
 BUDGETS: Mapping[str, float] = {
     "dispatch, cached": 2.0,
     "forward, no gradient": 15.0,

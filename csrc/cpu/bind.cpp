@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../common/direct.h"
+#include "pool.h"
 #include "run.h"
 
 namespace py = pybind11;
@@ -222,6 +223,7 @@ py::dict describe(bool backward, int family, int threads, const py::tuple& probl
 #endif
 
 PYBIND11_MODULE(ATTNLIB_MODULE, m) {
+    watch_forks();
     m.doc() = "Compiled kernels of the cpu backend; see csrc/cpu.";
     py::class_<Call>(m, "Call")
         .def(py::init<int, const py::tuple&, const py::tuple&>())

@@ -20,7 +20,7 @@ template <class T> struct Decode {
     using R = typename T::Real;
 
     static constexpr int64_t kKeys = 64;  // of a block: their scores are in L1
-    static constexpr int64_t kSome = 16;  // keys that all heads take before the next ones: rows of memory in flight
+    static constexpr int64_t kSome = 8;   // keys that all heads take before the next ones: rows of memory in flight
     static constexpr int64_t kAhead = 16;  // keys between asking for a row and reading it
     static constexpr int kMostRows = lanes<R> < 4 ? lanes<R> : 4;
 
@@ -217,7 +217,7 @@ template <class T> struct Decode {
     template <int rows>
     static ATTNLIB_NOINLINE void dots(const Word* __restrict q, const Lines& row, int64_t some, int64_t depth,
                                       R* __restrict score) {
-        constexpr int n = static_cast<int>(lanes<R>), keys = n / rows;
+        constexpr int n = static_cast<int>(lanes<R>), keys = n / rows < kSome ? n / rows : static_cast<int>(kSome);
         for (int64_t c = 0; c < some; c += keys) {
             Vec<R> sum[n];
 #pragma GCC unroll 16

@@ -1,3 +1,9 @@
+// A job runs on the threads of the OpenMP runtime that torch uses, where this process has one: after an operator of torch
+// those spin for a while, on processors that threads of our own would have to share with them. It is found by name, as
+// GCC's runtime and those that stand in for it have it, so that nothing is compiled or linked for it. It does not
+// survive a fork. Where there is none, in a child, and for the thread sanitizer, which cannot see into it, a job runs on
+// a pool of threads:
+//
 // The pool hands out one job at a time. A worker spins briefly for the next job, then sleeps on a condition variable.
 //
 // The job is published under the mutex with a new number; a worker takes part if its index is below job.threads and the
@@ -5,11 +11,13 @@
 // one is left behind, since its mutex may be locked by a thread that no longer exists.
 #include "pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -45,7 +53,43 @@ struct Pool {
 Pool* g_pool = nullptr;
 std::once_flag g_once;
 
-void after_fork() { g_pool = new Pool; }
+// The OpenMP runtime of this process.
+struct OpenMp {
+    void (*parallel)(void (*body)(void*), void* context, unsigned threads, unsigned flags) = nullptr;  // null: none
+    int (*index)() = nullptr;
+    int (*count)() = nullptr;
+
+    OpenMp() {
+#if !defined(__SANITIZE_THREAD__)
+        const auto find = [](const char* name, auto& function) {
+            function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(RTLD_DEFAULT, name));
+            return function != nullptr;
+        };
+        if (!find("omp_get_thread_num", index) || !find("omp_get_num_threads", count)) return;
+        find("GOMP_parallel", parallel);
+#endif
+    }
+};
+
+bool g_forked = false;
+
+struct Job {
+    const OpenMp& runtime;
+    int threads;
+    void (*task)(void*, int);
+    void* context;
+
+    static void run(void* object) {  // a runtime may give fewer threads than it was asked for
+        const Job& job = *static_cast<const Job*>(object);
+        const int count = job.runtime.count();
+        for (int index = job.runtime.index(); index < job.threads; index += count) job.task(job.context, index);
+    }
+};
+
+void after_fork() {
+    g_pool = new Pool;
+    g_forked = true;
+}
 
 Pool& pool() {
     std::call_once(g_once, [] {
@@ -80,11 +124,18 @@ void work(Pool* p, int index, uint64_t seen) {
 
 }  // namespace
 
+void watch_forks() { pool(); }
+
 PoolLock::PoolLock() { pool().call.lock(); }
 PoolLock::~PoolLock() { pool().call.unlock(); }
 
 void run_parallel(int threads, void (*task)(void*, int), void* context) {
     if (threads <= 1) return task(context, 0);
+    static const OpenMp runtime;
+    if (runtime.parallel != nullptr && !g_forked) {
+        Job job{runtime, threads, task, context};
+        return runtime.parallel(Job::run, &job, static_cast<unsigned>(threads), 0);
+    }
     Pool& p = pool();
     {
         std::unique_lock<std::mutex> lock(p.mutex);

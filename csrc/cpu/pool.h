@@ -1,4 +1,5 @@
-// One pool of threads for the process: made at first use, asleep when idle, made anew in a child after fork.
+// The threads of the process: torch's, or a pool that is made at first use, asleep when idle, and made anew in a child
+// after fork.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +9,9 @@
 #include <new>
 
 namespace attnlib {
+
+// To be called when the module is loaded: from then on a child knows that it was forked.
+void watch_forks();
 
 // Serialises calls: the pool and the cached workspace belong to the holder.
 class PoolLock {
