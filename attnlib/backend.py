@@ -104,8 +104,9 @@ class Family:
 class Plan(Protocol):
     """A configured kernel, ready to run for every problem of one signature and size class.
 
-    One for the host may also have `direct(problem, strides)`: given the strides of q, k, v, out and lse, a capsule with
-    the entry of csrc/common/direct.h, which runs forward of those five without Python, or None.
+    One for the CPU or a CUDA device may also have `direct(problem, strides)`: given the strides of q, k, v, out and
+    lse, a capsule with the entry of csrc/common/direct.h, which runs forward of those five without Python, or None. It
+    is asked for right after a call of that problem.
     """
 
     def forward(self, problem: AttentionProblem, tensors: Tensors) -> None:

@@ -33,7 +33,7 @@ def commit() -> str:
     The variable GIT_COMMIT says it where the tree is a copy of another one.
     """
     if told := os.environ.get("GIT_COMMIT"):
-        return told[:12]
+        return told.rstrip("+")[:12] + "+" * told.endswith("+")
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -52,8 +52,9 @@ def ceilings(device: torch.device) -> dict[str, float]:
     }
 
 
-# TFLOP/s of `ceilings` on a card that nothing slows: before a run, and once it has worked for a few seconds, when its
-# power limit decides (benchmarks/results/h200_ceilings.json).
+# TFLOP/s on a card that nothing slows: what `ceilings` finds after it has idled (781 to 794 on several days), and
+# products one after the other at its power limit (benchmarks/results/h200_ceilings.json), below which `ceilings` does
+# not fall. A card that has just worked reads less than the first: let it idle before a run.
 MATMUL = {"NVIDIA H200": (788.0, 684.0)}
 
 

@@ -327,6 +327,42 @@ def test_AB_038_scores_beyond_2_32() -> None:
     assert whole.isfinite().all() and not torch.equal(whole[:, -128:], whole[:, :128])
 
 
+def test_a_known_form_is_launched_where_its_call_is() -> None:
+    """Without a gradient a form's second call is launched from C++: on its stream, in graphs, with and without lse."""
+    q, k, v = operands(seqlen=48)
+    want = attnlib.attention(q, k, v, return_lse=True, deterministic=True, backend="cuda:sm_80")
+
+    def step(*tensors: torch.Tensor, **more: Any) -> Any:
+        return attnlib.attention(*tensors, backend="cuda:sm_80", **more)
+
+    step(q, k, v, return_lse=True)
+    assert_same(step(q, k, v, return_lse=True), want)
+    assert_same([step(q, k, v)], want[:1])
+    assert_same([step(q, k, v)], want[:1])
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = torch.zeros_like(q)
+        torch.cuda._sleep(20_000_000)
+        late.copy_(q)
+        out = step(late, k, v)
+    stream.synchronize()
+    assert_same([out], want[:1])
+    still = [x.clone() for x in (q, k, v)]
+    graph, out = captured(lambda: step(*still))
+    still[0].zero_()
+    graph.replay()
+    zero = out.clone()
+    still[0].copy_(q)
+    graph.replay()
+    assert_same([out], want[:1])
+    assert not torch.equal(zero, out)
+    if torch.cuda.device_count() > 1:
+        there = [x.to("cuda:1") for x in (q, k, v)]
+        for _ in range(3):
+            assert_same([step(*there).cpu()], [want[0].cpu()])
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -191,7 +191,7 @@ def test_dropout_is_the_mask_times_the_weights(backend, problem, p, seed):
     dropped, dropped_lse = attend(backend, q, k, v, dropout_p=p, dropout_seed=seed, **keywords)
     kept = attnlib.dropout_mask(seed, p, q.shape[0], q.shape[2], q.shape[1], k.shape[1]).transpose(1, 2)
     assert close(dropped, weights * kept / (1 - int(p * 65536 + 0.5) / 65536))
-    assert close(dropped_lse, lse, 0.0)
+    assert close(dropped_lse, lse)  # not to the last bit: with dropout another kernel may run
 
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.95])

@@ -27,6 +27,7 @@ CASES: tuple[tuple[Case, torch.dtype], ...] = (
     (Case("causal", causal=True, num_heads_q=4, head_dim=64, **SMALL), BF16),
     (Case("wide", head_dim=128, head_dim_v=96, window=(40, 3), **SMALL), F16),
     (Case("widest", head_dim=256, **SMALL), BF16),
+    (Case("block_mask", block_mask=(64, 64), seqlen_q=200, seqlen_k=300, batch=1, head_dim=64), BF16),
     (Case("float32", causal=True, head_dim=64, **SMALL), F32),
     (Case("odd", head_dim=60, strides="misaligned", **SMALL), BF16),
     (replace(named("everything"), batch=1), BF16),

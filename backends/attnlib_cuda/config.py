@@ -156,9 +156,13 @@ def _passes(problem: AttentionProblem) -> tuple[bool, ...]:
 
 
 def _in_whole_blocks(tries: Sequence[tuple[_Config, int, bool]]) -> list[tuple[_Config, int]]:
-    """Configurations and numbers by preference: tiles that lie in one block, then others, if made for that."""
+    """Configurations and numbers by preference: tiles that lie in one block, then others, if made for that. ValueError
+    if there is none."""
     whole = [(config, count) for config, count, _ in tries if not config.partial_blocks]
-    return whole + [(config, count) for config, count, touched in tries if config.partial_blocks and touched]
+    found = whole + [(config, count) for config, count, touched in tries if config.partial_blocks and touched]
+    if not found:
+        raise ValueError("shape: needs warps that can share a tile, in one block of the block mask or made for several")
+    return found
 
 
 def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, block_k: int, resident: int) -> int:
@@ -244,6 +248,8 @@ def forward(
             config = ForwardConfig(**(common | chosen | dict(zip(names, values, strict=True)) | wanted))
             split = _split_blocks(problem, config.block_q, config.block_k)
             tries.append((replace(config, partial_blocks=split), count, touched))
+    if len({touched for *_, touched in tries}) > 1:  # the last resorts of the first list come after the second
+        tries.sort(key=lambda each: each[0].block_k < 64)
     for config, count in _in_whole_blocks(tries):
         room = target.smem_per_sm // (blocks or count) - 1024
         if config.shared_bytes <= min(target.smem_per_block, room):
@@ -345,8 +351,6 @@ def backward(
             made = _backward_of(problem, common | chosen, part)
             if made is not None:
                 tries.append((made, count, touched))
-    if not tries:
-        raise ValueError(f"shape: needs warps that can share a tile, got {wanted}")
     for config, count in _in_whole_blocks(tries):
         room = target.smem_per_sm // (blocks or count) - 1024
         if config.shared_bytes <= min(target.smem_per_block, room):

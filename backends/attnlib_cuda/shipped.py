@@ -23,7 +23,8 @@ _SIZES: dict[str, tuple[Any, ...]] = {
 }
 _FORMS: dict[str, tuple[Any, ...]] = {
     "feature": (
-        "plain", "softcap", "sinks", "mask", "block_mask", "dropout", "alibi", "bias", "bias gradient", "everything"
+        "plain", "softcap", "sinks", "mask", "block_mask", "large blocks", "odd blocks", "dropout", "alibi", "bias",
+        "bias gradient", "everything"
     ),
     "window": ((None, None), (None, 0), (64, 64), (64, None)),
     "layout": ("dense", "lengths", "packed", "paged", "packed paged"),
@@ -37,7 +38,8 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _FEATURES: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": _SINGLE}, "mask": {"mask": True},
-    "block_mask": {"block_mask": (64, 64)}, "dropout": {"dropout_p": 0.125}, "alibi": {"alibi": True},
+    "block_mask": {"block_mask": (64, 64)}, "large blocks": {"block_mask": (128, 128)},
+    "odd blocks": {"block_mask": (48, 80)}, "dropout": {"dropout_p": 0.125}, "alibi": {"alibi": True},
     "capped dropout": {"softcap": 30.0, "dropout_p": 0.125},
     "bias": {"bias": _SINGLE}, "bias gradient": {"bias": _BFLOAT},
     "everything": {

@@ -133,26 +133,69 @@ template <class T> struct Decode {
         ATTNLIB_INLINE int64_t offset(int64_t kv) const { return kv * view->stride[2] * view->bytes(); }
     };
 
+    // What is asked for, a line beside each that is read, kAhead keys before its turn: whole tokens where their heads lie
+    // together, in the order of memory, so that the core's own prefetcher joins in. A burst of requests would fill the
+    // core's buffers for misses.
+    struct Ahead {
+        const char* row[kKeys + 1];
+        int64_t start, width, at_head;
+        bool together;
+        const char *line, *end;
+        int64_t now;
+
+        Ahead(const Unit& u, const Tokens& x, const Tokens& next) {
+            for (int64_t c = 0; c < x.count; ++c) {
+                const int64_t later = c + kAhead, behind = later - x.count;
+                row[c] = later < x.count ? x.at[later] : behind < next.count ? next.at[behind] : x.at[c];
+            }
+            row[x.count] = x.count > 0 ? x.at[x.count - 1] : nullptr;
+            const int64_t row_bytes = x.dim * x.view->bytes();
+            at_head = x.offset(1);
+            together = at_head == row_bytes;
+            start = x.offset(u.kv_begin);
+            width = together ? row_bytes * (u.kv_end - u.kv_begin) : row_bytes;
+            if (width < 64) width = 64;
+        }
+        // Before `kSome` keys from c on are read of the head'th head.
+        ATTNLIB_INLINE void turn_to(int64_t c, int64_t head) {
+            if (together && head > 0) return;
+            now = c;
+            line = row[now] + start + (together ? 0 : head * at_head);
+            end = line + width;
+        }
+        ATTNLIB_INLINE void ask() {
+            __builtin_prefetch(line, 0, 2);
+            line += 64;
+            if (line < end) return;
+            line = row[++now] + (end - width - row[now - 1]);
+            end = line + width;
+        }
+    };
+
     static void key_block(const Unit& u, int64_t j0, const Tokens& k, const Tokens& v, const Tokens& next) {
         const Space& w = u.w;
         const int64_t n = k.count, j1 = j0 + n, padded = round_up(n, lanes<R>);
+        Ahead ahead(u, k, v);
         for (int64_t c = 0; c < n; c += kSome) {
             const int64_t some = smaller(kSome, n - c);
             for (int64_t kv = u.kv_begin; kv < u.kv_end; ++kv) {
                 const char* row[kSome];
-                const Lines lines = lines_of(k, v, c, kv, w.depth, w.k, w.zeros, false, row);
+                const Lines lines = lines_of(k, c, kv, w.depth, w.k, w.zeros, false, row);
                 const int64_t first = (kv - u.kv_begin) * u.rows_of_kv;
-                scores(u.rows_of_kv, w.q + first * w.depth, lines, some, w.depth, w.score + first * kKeys + c);
+                ahead.turn_to(c, kv - u.kv_begin);
+                scores(u.rows_of_kv, w.q + first * w.depth, lines, ahead, some, w.depth, w.score + first * kKeys + c);
             }
         }
         const bool all_seen = softmax(u, j0, j1, padded);
         const Word* prob = T::per_word == 1 ? reinterpret_cast<const Word*>(w.score) : w.prob;
+        ahead = Ahead(u, v, next);
         for (int64_t c = 0; c < n; c += kSome) {
             const int64_t some = smaller(kSome, n - c);
             for (int64_t kv = u.kv_begin; kv < u.kv_end; ++kv) {
                 const char* row[kSome];
                 const int64_t first = (kv - u.kv_begin) * u.rows_of_kv;
-                const Lines lines = lines_of(v, next, c, kv, w.depth_v, w.v, w.zeros, !all_seen, row);
+                const Lines lines = lines_of(v, c, kv, w.depth_v, w.v, w.zeros, !all_seen, row);
+                ahead.turn_to(c, kv - u.kv_begin);
                 // 0 * NaN: a value that some row may not see is added by itself where it is seen
                 uint32_t bad = 0;
                 for (int64_t x = 0; x < some && !all_seen; ++x) {
@@ -160,33 +203,25 @@ template <class T> struct Decode {
                     row[x] = reinterpret_cast<const char*>(w.zeros);
                     bad |= 1u << x;
                 }
-                add_values(u.rows_of_kv, some, prob + (first * kKeys + c) / T::per_word, lines, w, first, c == 0);
+                add_values(u.rows_of_kv, some, prob + (first * kKeys + c) / T::per_word, lines, ahead, w, first, c == 0);
                 for (int64_t x = 0; bad >> x; ++x)
                     if (bad >> x & 1) add_bad(u, kv, j0, c + x, v.at[c + x] + v.offset(kv));
             }
         }
     }
 
-    // kSome rows of one key/value head as whole vectors of words, where they lie or their copies, and those that are asked
-    // for line by line meanwhile: a burst of requests would make the core wait for memory.
+    // kSome rows of one key/value head as whole vectors of words, where they lie or their copies.
     struct Lines {
         const char* const* at;
         int64_t offset;
-        const char* const* later;
-        int64_t later_offset;
 
         ATTNLIB_INLINE const Word* words(int64_t c) const { return reinterpret_cast<const Word*>(at[c] + offset); }
-        ATTNLIB_INLINE void ask(int64_t c, int64_t d) const {
-            __builtin_prefetch(later[c] + later_offset + d * static_cast<int64_t>(sizeof(Word)), 0, 2);
-        }
     };
     // Rows first, first + 1, ... of x; zeros behind the last one. With `own` their addresses may be changed there.
-    static Lines lines_of(const Tokens& x, const Tokens& next, int64_t first, int64_t kv, int64_t depth, Word* copy,
-                          const Word* zeros, bool own, const char** row) {
-        const int64_t some = smaller(kSome, x.count - first), behind = first + kAhead - x.count;
-        Lines lines{x.at + first, x.offset(kv), x.at + first, x.offset(kv)};
-        if (behind < 0) lines.later += kAhead;
-        else if (behind + kSome <= next.count) lines.later = next.at + behind, lines.later_offset = next.offset(kv);
+    static Lines lines_of(const Tokens& x, int64_t first, int64_t kv, int64_t depth, Word* copy, const Word* zeros, bool own,
+                          const char** row) {
+        const int64_t some = smaller(kSome, x.count - first);
+        Lines lines{x.at + first, x.offset(kv)};
         const bool direct = x.view->dtype == T::storage && x.dim == depth * T::per_word;
         if (direct && !own && some == kSome) return lines;
         for (int64_t c = 0; c < kSome; ++c) {
@@ -206,16 +241,20 @@ template <class T> struct Decode {
     }
 
     // score[r][c] = q_r . k_c for `some` keys, and a few more behind them.
-    static void scores(int64_t rows, const Word* q, const Lines& row, int64_t some, int64_t depth, R* score) {
-        int64_t r = 0;
-        for (; r + kMostRows <= rows; r += kMostRows) dots<kMostRows>(q + r * depth, row, some, depth, score + r * kKeys);
-        if constexpr (kMostRows > 2) {
-            for (; r + 2 <= rows; r += 2) dots<2>(q + r * depth, row, some, depth, score + r * kKeys);
+    static void scores(int64_t rows, const Word* q, const Lines& row, Ahead& ahead, int64_t some, int64_t depth, R* score) {
+        for (int64_t r = 0; r < rows;) {
+            const int64_t count = rows - r >= kMostRows ? kMostRows : rows - r >= 2 ? 2 : 1;
+            const Word* from = q + r * depth;
+            R* to = score + r * kKeys;
+            if (count == kMostRows) r == 0 ? dots<kMostRows, true>(from, row, ahead, some, depth, to) : dots<kMostRows, false>(from, row, ahead, some, depth, to);
+            else if (count == 2) r == 0 ? dots<2, true>(from, row, ahead, some, depth, to) : dots<2, false>(from, row, ahead, some, depth, to);
+            else r == 0 ? dots<1, true>(from, row, ahead, some, depth, to) : dots<1, false>(from, row, ahead, some, depth, to);
+            r += count;
         }
-        for (; r < rows; ++r) dots<1>(q + r * depth, row, some, depth, score + r * kKeys);
     }
-    template <int rows>
-    static ATTNLIB_NOINLINE void dots(const Word* __restrict q, const Lines& row, int64_t some, int64_t depth,
+    // asks: for the first rows alone, since the others read the same lines.
+    template <int rows, bool asks>
+    static ATTNLIB_NOINLINE void dots(const Word* __restrict q, const Lines& row, Ahead& ahead, int64_t some, int64_t depth,
                                       R* __restrict score) {
         constexpr int n = static_cast<int>(lanes<R>), keys = n / rows < kSome ? n / rows : static_cast<int>(kSome);
         for (int64_t c = 0; c < some; c += keys) {
@@ -227,7 +266,7 @@ template <class T> struct Decode {
 #pragma GCC unroll 16
                 for (int x = 0; x < keys; ++x) {
                     line[x] = T::load_b(row.words(c + x) + d);
-                    row.ask(c + x, d);
+                    if constexpr (asks) ahead.ask();
                 }
 #pragma GCC unroll 4
                 for (int r = 0; r < rows; ++r) {
@@ -277,7 +316,7 @@ template <class T> struct Decode {
     }
 
     // O += P V for rows first, first + 1, ... of the unit; O is rescaled first if `rescale`.
-    static void add_values(int64_t rows, int64_t some, const Word* prob, const Lines& row, const Space& w,
+    static void add_values(int64_t rows, int64_t some, const Word* prob, const Lines& row, Ahead& ahead, const Space& w,
                            int64_t first, bool rescale) {
         constexpr int64_t ld = kKeys / T::per_word;
         alignas(64) R factor[kMostRows];
@@ -286,21 +325,27 @@ template <class T> struct Decode {
             for (int64_t x = 0; x < count; ++x) factor[x] = rescale ? w.correction[first + r + x] : R(1);
             R* out = w.out + (first + r) * w.width_v;
             const Word* a = prob + r * ld;
-            if (count == kMostRows) products<kMostRows>(some, a, row, out, w.width_v, factor);
-            else if (count == 2) products<2>(some, a, row, out, w.width_v, factor);
-            else products<1>(some, a, row, out, w.width_v, factor);
+            Ahead* asked = r == 0 ? &ahead : nullptr;
+            if (count == kMostRows) products<kMostRows>(some, a, row, asked, out, w.width_v, factor);
+            else if (count == 2) products<2>(some, a, row, asked, out, w.width_v, factor);
+            else products<1>(some, a, row, asked, out, w.width_v, factor);
             r += count;
         }
     }
     template <int rows>
-    static ATTNLIB_NOINLINE void products(int64_t some, const Word* prob, const Lines& row, R* out, int64_t width,
+    static ATTNLIB_NOINLINE void products(int64_t some, const Word* prob, const Lines& row, Ahead* ahead, R* out, int64_t width,
                                           const R* factor) {
         int64_t d = 0;
-        for (; d + kCols * lanes<R> <= width; d += kCols * lanes<R>) product<rows, kCols>(some, prob, row, out, width, d, factor);
-        for (; d < width; d += T::per_word * lanes<R>) product<rows, T::per_word>(some, prob, row, out, width, d, factor);
+        for (; d + kCols * lanes<R> <= width; d += kCols * lanes<R>) {
+            if (ahead) product<rows, kCols, true>(some, prob, row, ahead, out, width, d, factor);
+            else product<rows, kCols, false>(some, prob, row, ahead, out, width, d, factor);
+        }
+        for (; d < width; d += T::per_word * lanes<R>) {
+            product<rows, T::per_word, false>(some, prob, row, ahead, out, width, d, factor);
+        }
     }
-    template <int rows, int cols>
-    static ATTNLIB_INLINE void product(int64_t some, const Word* __restrict prob, const Lines& row, R* __restrict out,
+    template <int rows, int cols, bool asks>
+    static ATTNLIB_INLINE void product(int64_t some, const Word* __restrict prob, const Lines& row, Ahead* ahead, R* __restrict out,
                                        int64_t width, int64_t d, const R* factor) {
         Vec<R> sum[rows][cols];
 #pragma GCC unroll 4
@@ -314,7 +359,9 @@ template <class T> struct Decode {
             for (int x = 0; x < T::per_word; ++x) {
                 words[x] = row.words(c + x);
 #pragma GCC unroll 4
-                for (int y = 0; y < cols / T::per_word; ++y) row.ask(c + x, d / T::per_word + y * lanes<R>);
+                for (int y = 0; y < cols / T::per_word; ++y) {
+                    if constexpr (asks) ahead->ask();
+                }
             }
             T::template stack<cols>(words, d / T::per_word, line);
 #pragma GCC unroll 4

@@ -252,12 +252,14 @@ struct BlockMask {
 
     __device__ __forceinline__ bool hides(int i, int j) const { return i < i_end && j < j_end && on[i / rows * stride_i + j / columns * stride_j] == 0; }
 
-    // -1 if no pair of queries [i0, i1) and keys [j0, j1) is visible to the block mask, 1 if all are, else 0.
+    // -1 if no pair of queries [i0, i1) and keys [j0, j1) is visible to the block mask, 1 if all are, else 0. As in hides, what the
+    // mask does not cover is visible.
     __device__ __forceinline__ int state(int i0, int i1, int j0, int j1) const {
         if (i0 >= i1 || j0 >= j1) return -1;
-        bool any = false, all = true;
-        for (int r = i0 / rows; r <= (i1 - 1) / rows; ++r)
-            for (int c = j0 / columns; c <= (j1 - 1) / columns; ++c) {
+        bool any = i1 > i_end || j1 > j_end, all = true;
+        const int last_i = min(i1, i_end) - 1, last_j = min(j1, j_end) - 1;
+        for (int r = i0 / rows; r <= (last_i >= i0 ? last_i / rows : -1); ++r)
+            for (int c = j0 / columns; c <= (last_j >= j0 ? last_j / columns : -1); ++c) {
                 const bool visible = on[r * stride_i + c * stride_j] != 0;
                 any |= visible;
                 all &= visible;
