@@ -23,8 +23,7 @@ _SIZES: dict[str, tuple[Any, ...]] = {
 }
 _FORMS: dict[str, tuple[Any, ...]] = {
     "feature": (
-        "plain", "softcap", "sinks", "mask", "block_mask", "large blocks", "odd blocks", "dropout", "alibi", "bias",
-        "bias gradient", "everything"
+        "plain", "softcap", "sinks", "mask", "block_mask", "dropout", "alibi", "bias", "bias gradient", "everything"
     ),
     "window": ((None, None), (None, 0), (64, 64), (64, None)),
     "layout": ("dense", "lengths", "packed", "paged", "packed paged"),
@@ -94,6 +93,11 @@ def _wgmma(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
     return [spec for spec in found if spec.entry.endswith("sm90")]
 
 
+def _blocks(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
+    found = _kernels(_problem(values, training=True), arch)
+    return [spec for spec in found if spec.entry.startswith(("forward", "backward"))]
+
+
 def _small(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
     """Kernels around the main ones. Those of the backward know nothing of pages and new tokens."""
     found = [*_kernels(_problem(values, training=False), arch)]
@@ -104,7 +108,7 @@ def _small(arch: str, values: Mapping[str, Any]) -> Sequence[KernelSpec]:
 
 
 def matrices() -> Sequence[Matrix]:
-    """Forward kernels, backward kernels, those of Hopper, and the small ones around them."""
+    """Forward kernels, backward kernels, those of Hopper, the small ones around them, and more sizes of mask blocks."""
     forward = {**_SIZES, **_FORMS, "queries": (8, 16, 64, 1024), "statistics": (False, True), "split": (False, True)}
     backward = {**_SIZES, **_FORMS, "layout": ("dense", "lengths", "packed"), "deterministic": (False, True)}
     small = {
@@ -117,12 +121,17 @@ def matrices() -> Sequence[Matrix]:
         "layout": ("dense", "lengths", "packed"), "top_left": (False, True), "aligned": (True,),
         "deterministic": (False, True),
     }  # fmt: skip
+    blocks = {
+        **_SIZES, "head_dim_v": (0,), "feature": ("large blocks", "odd blocks"), "window": _FORMS["window"],
+        "layout": ("dense", "packed"), "aligned": (True,), "deterministic": (False, True),
+    }  # fmt: skip
     inference, training = (functools.partial(_excluded, training=x) for x in (False, True))
     return [
         Matrix("forward", forward, _forward, inference),
         Matrix("backward", backward, _backward, training),
         Matrix("wgmma", wgmma, _wgmma, archs=("sm_90a",)),
         Matrix("small", small, _small, inference),
+        Matrix("blocks", blocks, _blocks, training),
     ]
 
 
