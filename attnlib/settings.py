@@ -4,7 +4,6 @@
 |---|---|---|
 | ATTNLIB_BACKEND | a backend name or a comma list, in order of preference | which backends may run; empty is unset |
 | ATTNLIB_CACHE_DIR | a folder | where compiled kernels are kept |
-| ATTNLIB_AUTOTUNE | 0, 1 | 1: triton times tile shapes at the first call of a problem and keeps the best |
 | ATTNLIB_JIT | auto, never | never: a kernel that is not in the cache raises KernelNotCached |
 | ATTNLIB_LOG | dispatch, jit (comma list) | what to log, at level INFO of the logger "attnlib" |
 | ATTNLIB_DEBUG | bounds, poison, sync, shadow:RATE (comma list) | checks that cost time |
@@ -24,7 +23,7 @@ from typing import Any
 from .errors import ArgumentError
 
 _PREFIX = "ATTNLIB_"
-_KNOWN = ("BACKEND", "CACHE_DIR", "AUTOTUNE", "JIT", "LOG", "DEBUG")
+_KNOWN = ("BACKEND", "CACHE_DIR", "JIT", "LOG", "DEBUG")
 _LOG_WORDS = ("dispatch", "jit")
 _DEBUG_WORDS = ("bounds", "poison", "sync")
 
@@ -35,7 +34,6 @@ class Settings:
 
     backend: str = ""
     cache_dir: str | None = None
-    autotune: bool = False
     jit: str = "auto"
     log: frozenset[str] = frozenset()
     debug: frozenset[str] = frozenset()
@@ -59,9 +57,6 @@ def parse(environ: Mapping[str, str]) -> Settings:
     jit = environ.get(_PREFIX + "JIT", "").strip().lower() or "auto"
     if jit not in ("auto", "never"):
         raise ArgumentError(f"ATTNLIB_JIT: needs auto or never, got {jit!r}")
-    autotune = environ.get(_PREFIX + "AUTOTUNE", "").strip() or "0"
-    if autotune not in ("0", "1"):
-        raise ArgumentError(f"ATTNLIB_AUTOTUNE: needs 0 or 1, got {autotune!r}")
     for word in words("LOG"):
         if word not in _LOG_WORDS:
             raise ArgumentError(f"ATTNLIB_LOG: needs words of {', '.join(_LOG_WORDS)}, got {word!r}")
@@ -76,7 +71,6 @@ def parse(environ: Mapping[str, str]) -> Settings:
     return Settings(
         backend=",".join(words("BACKEND")),
         cache_dir=environ.get(_PREFIX + "CACHE_DIR", "").strip() or None,
-        autotune=autotune == "1",
         jit=jit,
         log=frozenset(words("LOG")),
         debug=frozenset(debug),

@@ -94,6 +94,24 @@ def test_concurrent_calls(threads):
     assert not failures
 
 
+def test_a_child_that_was_forked_before_the_first_call():
+    """Torch's threads stay behind in the parent, and the module is loaded after the fork."""
+    program = (
+        "import os, signal, torch, attnlib\n"
+        "torch.set_num_threads(3)\n"
+        "torch.exp(torch.randn(2000, 2000))\n"
+        "q = torch.randn(1, 256, 4, 64)\n"
+        "child = os.fork()\n"
+        "signal.alarm(60)\n"
+        "out = attnlib.attention(q, q, q, backend='cpu')\n"
+        "if child == 0:\n"
+        "    os._exit(7 if abs(float(out.numpy().sum())) < 1e9 else 1)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_forked_child_has_a_pool_of_its_own(threads):
     torch.manual_seed(18)
     threads(3)

@@ -24,7 +24,6 @@ def test_defaults_and_AB_080_forms():
     ("name", "value", "text"),
     [
         ("ATTNLIB_JIT", "sometimes", "ATTNLIB_JIT: needs auto or never, got 'sometimes'"),
-        ("ATTNLIB_AUTOTUNE", "yes", "ATTNLIB_AUTOTUNE: needs 0 or 1, got 'yes'"),
         ("ATTNLIB_LOG", "all", "ATTNLIB_LOG: needs words of dispatch, jit, got 'all'"),
         ("ATTNLIB_DEBUG", "1", "ATTNLIB_DEBUG: needs words of bounds, poison, sync, shadow:RATE, got '1'"),
         ("ATTNLIB_DEBUG", "shadow:2", "shadow needs a rate from 0 to 1"),

@@ -14,11 +14,11 @@ import torch
 
 import attnlib
 import attnlib_triton
-from attnlib import dispatch, settings, targets
+from attnlib import dispatch, targets
 from attnlib.backend import RefusalCode, Target
 from attnlib.errors import KernelError, UnsupportedError
 from attnlib.problem import AttentionProblem, Tensors
-from attnlib_triton import archs, config, launch, plan, tune
+from attnlib_triton import archs, config, launch, plan
 from attnlib_triton.compile import operands
 from attnlib_triton.launch import Spec
 from attnlib_triton.plan import TritonPlan
@@ -410,105 +410,3 @@ def test_the_interpreter_computes_attention():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-# --- shapes by the clock ----------------------------------------------------------------------------------------------
-
-
-@needs_triton
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942", "gfx1100"])
-def test_candidates_fit_and_begin_with_the_table(arch: str):
-    made, asked = known(arch), problem(seqlen_q=1024, seqlen_k=1024)
-    for kernel in ("forward", "query_gradient", "key_gradient"):
-        shapes = tune.candidates(asked, made, kernel)
-        chosen = config.forward(asked, made) if kernel == "forward" else config.gradient(asked, made, kernel)
-        assert (shapes[0]["block_m"], shapes[0]["block_n"]) == (chosen[0].block_m, chosen[0].block_n)
-        assert len(shapes) > 3 and len({tuple(one.items()) for one in shapes}) == len(shapes)
-        assert any(one["maps"] for one in shapes) == (arch == "sm_90")
-        for one in shapes:
-            found = config.Shape(**one)
-            assert config.shared_bytes(asked, made, found, kernel != "forward") <= made.shared_bytes
-
-
-@needs_triton
-def test_what_a_choice_holds_for():
-    made, asked = known("sm_90"), problem(seqlen_q=1000, seqlen_k=1000)
-    key = tune.key_of(asked, made, "forward")
-    assert key == tune.key_of(replace(asked, seqlen_q=1024, seqlen_k=600), made, "forward")
-    for other in ({"seqlen_q": 1025}, {"batch": 7}, {"causal": True}, {"dropout_p": 0.1}, {"head_dim": 32}):
-        change = {"window": (None, 0)} if "causal" in other else other
-        assert tune.key_of(replace(asked, **change), made, "forward") != key
-    assert tune.key_of(asked, made, "key_gradient") != key
-
-
-@needs_triton
-def test_choices_are_kept_and_what_cannot_be_read_is_none(tmp_path):
-    made, asked = known("sm_90"), problem()
-    shape = {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2, "registers": 0, "maps": False}
-    with settings.override(cache_dir=str(tmp_path)):
-        assert tune.found(asked, made, "forward") is None
-        tune.keep(asked, made, "forward", shape, [(shape, 0.001)])
-        assert tune.found(asked, made, "forward") == shape
-        (file,) = (tmp_path / "triton-tuned").iterdir()
-        file.write_text(file.read_text()[:-20])
-        assert tune.found(asked, made, "forward") is None
-        file.write_text("[]")
-        assert tune.found(asked, made, "forward") is None
-    (tmp_path / "file").write_text("")
-    with settings.override(cache_dir=str(tmp_path / "file")):
-        tune.keep(asked, made, "forward", shape, [])  # a folder that can't be made is no error
-        assert tune.found(asked, made, "forward") is None
-
-
-@needs_triton
-def test_the_fastest_that_runs_is_taken(monkeypatch: pytest.MonkeyPatch):
-    seconds = {1: 0.3, 2: 0.1, 4: 0.2}
-
-    def run(shape):
-        if shape["warps"] == 8:
-            raise KernelError("does not load")
-        return lambda: order.append(shape["warps"])
-
-    order: list[int] = []
-    monkeypatch.setattr(tune, "_seconds", lambda call, device: call() or seconds[order[-1]])
-    shape, times = tune.fastest([{"warps": n} for n in (1, 2, 4, 8)], run, torch.device("cpu"))
-    assert shape == {"warps": 2} and [t for _, t in times] == [0.3, 0.1, 0.2]
-    assert tune.fastest([{"warps": 8}], run, torch.device("cpu")) == (None, [])
-
-
-def test_nothing_is_timed_unless_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tune, "interpreted", lambda: True)
-    assert not tune.wanted()
-    with settings.override(autotune=True):
-        assert tune.wanted()
-        with settings.override(jit="never"):
-            assert not tune.wanted()
-
-
-@needs_triton
-@pytest.mark.slow
-def test_autotune_under_the_interpreter(tmp_path):
-    program = (
-        "import sys, torch, attnlib\n"
-        "from attnlib_triton import tune\n"
-        "tune.REPEATS = 1\n"
-        "tune._TILES = ((64, 64), (32, 64))\n"
-        "timed, fastest = [], tune.fastest\n"
-        "tune.fastest = lambda *given: timed.append(1) or fastest(*given)\n"
-        "def run(backend):\n"
-        "    qkv = torch.randn(3, 1, 40, 2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()\n"
-        "    out = attnlib.attention(*qkv, causal=True, backend=backend)\n"
-        "    return out, *torch.autograd.grad(out.square().sum(), qkv)\n"
-        "for _ in range(3):\n"
-        "    for got, want in zip(run('triton'), run('reference')):\n"
-        "        assert float((got - want).abs().max()) < 1e-5\n"
-        "print(len(timed))\n"
-    )
-    environment = {
-        **os.environ, "TRITON_INTERPRET": "1", "ATTNLIB_AUTOTUNE": "1", "ATTNLIB_CACHE_DIR": str(tmp_path),
-    }  # fmt: skip
-    for count in ("3", "0"):  # forward and two gradients; then they are found
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == count
-    assert len(list((tmp_path / "triton-tuned").glob("*.json"))) == 3

@@ -3,7 +3,8 @@
     out = softmax(scale * Q K^T + ...) V,  forward in one pass over blocks of keys, backward by recomputation
 
 Memory grows with the sequence length, never with its square. Results do not depend on the number of threads, bit for
-bit; threads are torch's (torch.set_num_threads), in one pool of the backend. The kernels live in csrc/cpu.
+bit; threads are as many as torch's (torch.set_num_threads), and torch's own where it has OpenMP. The kernels live in
+csrc/cpu.
 """
 
 from __future__ import annotations

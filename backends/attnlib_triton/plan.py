@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from attnlib import settings
 from attnlib.backend import Target
 from attnlib.lru import LRU
 from attnlib.memory import allocate
 from attnlib.problem import AttentionProblem, Tensors
 
-from . import config, launch, tune
+from . import config, launch
 from .archs import Arch, arch_of
 from .config import Features, ForwardConfig, GradientConfig, Launch
 from .launch import Spec
@@ -78,8 +76,6 @@ class TritonPlan:
         self, problem: AttentionProblem, target: Target, shape: Shapes | None = None, run: Run = launch.run
     ) -> None:
         self._call = run
-        self._target, self._given = target, bool(shape)
-        self._tuned: dict[tuple[str, str], tune.Shape] = {}  # by kernel and what a choice holds for
         self._index = target.index or 0
         self._arch = arch_of(target)
         wanted = dict(shape or {})
@@ -114,51 +110,7 @@ class TritonPlan:
         )  # fmt: skip
 
     def _fitting(self, call: _Call) -> _Kernels:
-        kernels = self._kernels if call.mappable else self._unmapped
-        if self._given or not settings.current().autotune:
-            return kernels
-        problem, forward, gradients = call.problem, kernels.forward, dict(kernels.gradients)
-        for name in ("forward", *gradients):
-            shape = self._tuned.get((name, tune.key_of(problem, self._arch, name)))
-            if shape is None or (shape.get("maps") and not call.mappable):
-                continue
-            try:
-                if name == "forward":
-                    forward = config.forward(problem, self._arch, shape)
-                else:
-                    gradients[name] = config.gradient(problem, self._arch, name, shape)
-            except (TypeError, ValueError):  # a choice of another version
-                continue
-        return _Kernels(forward, gradients)
-
-    def _tune(self, problem: AttentionProblem, t: Tensors, kernels: tuple[str, ...]) -> None:
-        """Find or measure the shapes of kernels for this call, where that was asked for."""
-        if self._given or self._call is not launch.run or not tune.wanted():
-            return
-        for kernel in kernels:
-            place = kernel, tune.key_of(problem, self._arch, kernel)
-            if place in self._tuned:
-                continue
-            shape = tune.found(problem, self._arch, kernel)
-            if shape is None:
-                shapes = tune.candidates(problem, self._arch, kernel)
-                shape, times = tune.fastest(shapes, functools.partial(self._trial, problem, t, kernel), t.q.device)
-                if shape is None:
-                    continue
-                tune.keep(problem, self._arch, kernel, shape, times)
-            self._tuned[place] = shape
-
-    def _trial(self, problem: AttentionProblem, t: Tensors, kernel: str, shape: tune.Shape) -> Callable[[], None]:
-        """A call in which one kernel has a shape; a backward writes to gradients of its own."""
-        if kernel == "forward":
-            plan = TritonPlan(problem, self._target, shape)
-            return lambda: plan.forward(problem, t)
-        plan = TritonPlan(problem, self._target, {kernel: shape})
-        own = dataclasses.replace(t)
-        for name in ("dq", "dk", "dv", "dsinks"):
-            if (x := getattr(t, name)) is not None:
-                setattr(own, name, torch.empty_like(x))
-        return lambda: plan.backward(problem, own)
+        return self._kernels if call.mappable else self._unmapped
 
     def _run(self, call: _Call, spec: Spec, programs: int, values: Mapping[str, Any], parts: int = 1) -> None:
         grid = (programs, parts)
@@ -195,7 +147,6 @@ class TritonPlan:
     def forward(self, problem: AttentionProblem, t: Tensors) -> None:
         if self._again(problem, t, False):
             return
-        self._tune(problem, t, ("forward",))
         call = _Call(problem, t, self._kernels.forward[0].natural)
         c, with_ = self._fitting(call).forward
         if t.k_new is not None and t.v_new is not None:
@@ -242,9 +193,6 @@ class TritonPlan:
         assert t.dout is not None
         if self._again(problem, t, True):
             return
-        if t.dbias is None:  # a sum that is added to: it can't be computed again and again
-            asked = {"query_gradient": t.dq is not None, "key_gradient": t.dk is not None or t.dv is not None}
-            self._tune(problem, t, tuple(name for name, there in asked.items() if there))
         call = _Call(problem, t, self._kernels.forward[0].natural)
         lines = problem.total_q if problem.packed else -(-problem.seqlen_q // 16) * 16
         figures_all = -(-lines * problem.num_heads_q * (1 if problem.packed else problem.batch) // 16) * 16

@@ -141,9 +141,9 @@ template <class T> struct Decode {
         int64_t start, width, at_head;
         bool together;
         const char *line, *end;
-        int64_t now;
+        int64_t now, count;
 
-        Ahead(const Unit& u, const Tokens& x, const Tokens& next) {
+        Ahead(const Unit& u, const Tokens& x, const Tokens& next) : count(x.count) {
             for (int64_t c = 0; c < x.count; ++c) {
                 const int64_t later = c + kAhead, behind = later - x.count;
                 row[c] = later < x.count ? x.at[later] : behind < next.count ? next.at[behind] : x.at[c];
@@ -167,7 +167,9 @@ template <class T> struct Decode {
             __builtin_prefetch(line, 0, 2);
             line += 64;
             if (line < end) return;
-            line = row[++now] + (end - width - row[now - 1]);
+            const char* const before = row[now];
+            if (now < count) ++now;  // more may be asked than there is: rows that are copied, or end within a line
+            line = row[now] + (end - width - before);
             end = line + width;
         }
     };

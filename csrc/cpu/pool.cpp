@@ -16,8 +16,9 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
+#include <cstring>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -53,36 +54,47 @@ struct Pool {
 Pool* g_pool = nullptr;
 std::once_flag g_once;
 
-// The OpenMP runtime of this process.
-struct OpenMp {
-    void (*parallel)(void (*body)(void*), void* context, unsigned threads, unsigned flags) = nullptr;  // null: none
-    int (*index)() = nullptr;
-    int (*count)() = nullptr;
+// The OpenMP runtime of this process; null if there is none.
+using Parallel = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
 
-    OpenMp() {
-#if !defined(__SANITIZE_THREAD__)
-        const auto find = [](const char* name, auto& function) {
-            function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(RTLD_DEFAULT, name));
-            return function != nullptr;
-        };
-        if (!find("omp_get_thread_num", index) || !find("omp_get_num_threads", count)) return;
-        find("GOMP_parallel", parallel);
+Parallel find_runtime() {
+#if defined(__SANITIZE_THREAD__)
+    return nullptr;
+#else
+    return reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
 #endif
-    }
-};
+}
+
+// Whether this process is a child that has not become another program since: threads of an OpenMP runtime stayed behind,
+// also where this module is loaded after the fork.
+bool is_fork() {
+#if defined(__linux__)
+    constexpr unsigned kForkedNoExec = 0x40;  // PF_FORKNOEXEC of the flags, the ninth field
+    std::FILE* file = std::fopen("/proc/self/stat", "r");
+    if (file == nullptr) return false;
+    char text[512] = {};
+    const size_t size = std::fread(text, 1, sizeof(text) - 1, file);
+    std::fclose(file);
+    const char* behind_name = size > 0 ? std::strrchr(text, ')') : nullptr;
+    unsigned flags = 0;
+    if (behind_name == nullptr || std::sscanf(behind_name + 1, " %*c %*d %*d %*d %*d %*d %u", &flags) != 1) return false;
+    return (flags & kForkedNoExec) != 0;
+#else
+    return false;
+#endif
+}
 
 bool g_forked = false;
 
 struct Job {
-    const OpenMp& runtime;
     int threads;
     void (*task)(void*, int);
     void* context;
+    std::atomic<int> next{0};
 
-    static void run(void* object) {  // a runtime may give fewer threads than it was asked for
-        const Job& job = *static_cast<const Job*>(object);
-        const int count = job.runtime.count();
-        for (int index = job.runtime.index(); index < job.threads; index += count) job.task(job.context, index);
+    static void run(void* object) {  // a runtime may give any number of threads
+        Job& job = *static_cast<Job*>(object);
+        for (int index; (index = job.next.fetch_add(1, std::memory_order_relaxed)) < job.threads;) job.task(job.context, index);
     }
 };
 
@@ -124,17 +136,20 @@ void work(Pool* p, int index, uint64_t seen) {
 
 }  // namespace
 
-void watch_forks() { pool(); }
+void watch_forks() {
+    pool();
+    g_forked = is_fork();
+}
 
 PoolLock::PoolLock() { pool().call.lock(); }
 PoolLock::~PoolLock() { pool().call.unlock(); }
 
-void run_parallel(int threads, void (*task)(void*, int), void* context) {
+void run_parallel(int threads, int team, void (*task)(void*, int), void* context) {
     if (threads <= 1) return task(context, 0);
-    static const OpenMp runtime;
-    if (runtime.parallel != nullptr && !g_forked) {
-        Job job{runtime, threads, task, context};
-        return runtime.parallel(Job::run, &job, static_cast<unsigned>(threads), 0);
+    static const Parallel runtime = find_runtime();
+    if (runtime != nullptr && !g_forked) {
+        Job job{threads, task, context};
+        return runtime(Job::run, &job, static_cast<unsigned>(team > threads ? team : threads), 0);
     }
     Pool& p = pool();
     {

@@ -22,9 +22,10 @@ public:
     PoolLock& operator=(const PoolLock&) = delete;
 };
 
-// Calls task(context, worker) for worker = 0 .. threads - 1, the first one on this thread; returns when all are done.
-// Needs a PoolLock. The task must not throw.
-void run_parallel(int threads, void (*task)(void*, int), void* context);
+// Calls task(context, worker) for worker = 0 .. threads - 1, some of them on this thread; returns when all are done.
+// team: how many threads the caller may use in all. OpenMP is always asked for so many, as torch asks: it ends threads
+// that a smaller team has no use for, and makes new ones for the next. Needs a PoolLock. The task must not throw.
+void run_parallel(int threads, int team, void (*task)(void*, int), void* context);
 
 // At least `bytes` bytes, aligned to 64, kept for the next call while small. Needs a PoolLock. Throws std::bad_alloc.
 char* shared_workspace(size_t bytes);

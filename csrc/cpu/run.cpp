@@ -163,9 +163,10 @@ struct Workspaces {
 
 // body(unit, workspace) for every unit; units are claimed in ascending order.
 template <class Body> void each(int threads, int64_t count, const Workspaces& spaces, Body body) {
+    const int team = threads;
     threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, count)));
     Loop<Body> loop{body, count, spaces.base, spaces.stride};
-    run_parallel(threads, Loop<Body>::work, &loop);
+    run_parallel(threads, team, Loop<Body>::work, &loop);
 }
 
 // Where units of several sequences are numbered through: the first one of each.
