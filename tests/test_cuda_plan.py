@@ -12,13 +12,13 @@ import torch
 
 from attnlib.backend import Target
 from attnlib.problem import AttentionProblem, Tensors
-from attnlib_cuda import config, jit, params
+from attnlib_cuda import config, jit, params, steps
 from attnlib_cuda.plan import CudaPlan
 
 LAYOUTS = {
     "forward_sm80": params.FORWARD, "combine": params.COMBINE, "append": params.APPEND, "delta": params.DELTA,
     "backward_sm80": params.BACKWARD, "query_gradient": params.QUERY_GRADIENT, "sink_gradient": params.SINK_GRADIENT,
-    "bias_gradient": params.BIAS_GRADIENT,
+    "bias_gradient": params.BIAS_GRADIENT, "backward_sm90": params.BACKWARD,
 }  # fmt: skip
 
 
@@ -40,7 +40,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
         def launch(self, grid: Any, stream: int, data: bytes, shared: int, pdl: bool, problem: Any) -> None:
             layout = LAYOUTS[self.entry]
-            values = dict(zip(layout.names, layout.format.unpack(data), strict=True))
+            members = data[4 * 128 :][: layout.size] if self.entry.endswith("_sm90") else data  # behind the maps
+            values = dict(zip(layout.names, layout.format.unpack(members), strict=True))
             found.append(Launch(self.entry, grid, values))
 
     monkeypatch.setattr(jit, "load", lambda spec, index, problem: Kernel(spec.entry))
@@ -86,6 +87,22 @@ def test_structs_of_a_call(launches: list[Launch]) -> None:
         assert backward[2].values["dq"] == t.dq.data_ptr() and backward[0].values["dlse"] == 0
         rows = config.backward(problem, plan._info)[0].block_q
         assert backward[0].grid == (2 * -(-seqlen_q // rows), 4, 1)
+
+
+@pytest.mark.parametrize(("batch", "deterministic"), [(2, False), (40, False), (40, True)])
+def test_blocks_of_the_wgmma_backward_draw_tiles(
+    batch: int, deterministic: bool, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as there are multiprocessors, or tiles; in a fixed order of additions a block for each tile."""
+    ticket = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(steps, "operand_map", lambda tensor, rows: bytes(128))
+    monkeypatch.setattr("attnlib_cuda.plan.ticket_of", lambda index, stream: ticket)
+    problem = replace(PROBLEM, batch=batch, deterministic=deterministic)
+    CudaPlan(problem, TARGET, wgmma=True).backward(problem, given(problem))
+    (main,) = (launch for launch in launches if launch.entry == "backward_sm90")
+    tiles = batch * 2 * -(-500 // 128)
+    assert main.grid == (tiles if deterministic else min(132, tiles), 1, 1)
+    assert (main.values["ticket"] == ticket.data_ptr()) is not deterministic and main.values["ticket"] != 0
 
 
 def test_what_a_problem_does_not_say_is_read_from_every_call(launches: list[Launch]) -> None:

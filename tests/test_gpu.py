@@ -367,7 +367,10 @@ def test_a_known_form_is_launched_where_its_call_is() -> None:
 
 
 def test_out_of_memory_leaves_the_process_usable() -> None:
-    tensors = operands(batch=32, seqlen=4096, heads=16, heads_kv=16, dim=128)  # more than tests before left reserved
+    gc.collect()
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by earlier tests: what may be had again
+    tensors = operands(batch=8 + (left >> 24), seqlen=4096, heads=16, heads_kv=16, dim=128)  # 16 MiB a batch
     small = operands()
     want = gradients(lambda *t: attend(*t, deterministic=True), small)
     leaves = [x.requires_grad_() for x in tensors]
@@ -388,6 +391,35 @@ def test_out_of_memory_leaves_the_process_usable() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert_same(gradients(lambda *t: attend(*t, deterministic=True), small), want)
     assert all(grad.isfinite().all() for grad in step())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tickets_are_zero_after_a_call(packed: bool) -> None:
+    """Blocks that stay draw one tile after the other from a counter of the stream; the last to draw sets it back."""
+    from attnlib_cuda import steps
+
+    if packed:  # sequences without tokens, too: tiles that nobody has
+        cu = torch.tensor([0, 700, 700, 700, 701, 1034, 1034], device="cuda", dtype=torch.int32)
+        leaves = [randn(1034, 4, 64, seed=s).requires_grad_() for s in range(3)]
+    else:
+        leaves = [x.requires_grad_() for x in operands(seqlen=1500)]
+
+    def call() -> torch.Tensor:
+        if packed:
+            return attnlib.attention_varlen(*leaves, cu, cu, causal=True, backend=NAME)
+        return attend(*leaves, causal=True)
+
+    found = []
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.current_stream()):
+        with torch.cuda.stream(stream):
+            torch.cuda.synchronize()
+            out = call()
+            found.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+            torch.cuda.synchronize()
+            assert not any(ticket.item() for ticket in steps._tickets.values())
+    for again in found[1:]:
+        for x, y in zip(found[0], again, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

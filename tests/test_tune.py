@@ -214,7 +214,7 @@ def test_ranking() -> None:
     from benchmarks import grids, tune
 
     row = row_of("backward D256 full,causal,left,window, softcap")
-    now, other = row.shape, BackwardShape(False, 64, False, False, True)
+    now, other = row.shape, BackwardShape(False, 64, True)
     a, b = (grids.Workload(bench.Shape.parse(text)) for text in ("B1 S8 H1 D64 full", "B1 S16 H1 D64 full"))
     seconds = {a: {now: [1.0, 2.0, 9.0], other: [0.5, 1.0, 9.0]}, b: {now: [1.0] * 3, other: [2.0] * 3}}
     first, second = tune.ranking("backward", seconds, now)

@@ -44,8 +44,6 @@ class BackwardShape(NamedTuple):
 
     split: bool
     block_q: int
-    early_dv: bool
-    drain: bool
     order: bool
 
 

@@ -17,7 +17,7 @@ from attnlib.problem import AttentionProblem, Tensors
 from . import config, device, features, hopper, jit, params
 from .pages import PackedPages
 from .spec import KernelSpec
-from .steps import MappedStep, Step
+from .steps import MappedStep, Step, ticket_of
 
 _UNBOUNDED = 1 << 29
 
@@ -339,6 +339,8 @@ class CudaPlan:
             order = torch.zeros(ready.order, dtype=torch.int32, device=t.q.device)
             main["order"] = order.data_ptr()
             main["ticket"] = main["order"] + 4 * (ready.order - 1)
+        elif isinstance(ready.main, MappedStep):
+            main["ticket"] = ticket_of(self._index, stream).data_ptr()
         ready.main.run(ready.main.layout.filled(main), stream, problem, t)
 
         if t.dq is not None:
@@ -389,6 +391,8 @@ class CudaPlan:
             dbias = self._step(problem, spec, layout, layout.known(values), (0, 1, 1))  # a warp an element: see there
         grid = (k_tiles * units, 1, 1)
         if isinstance(c, hopper.BackwardConfig):
+            if not c.deterministic:  # blocks draw one tile after the other
+                grid = (min(self._info.sm_count, grid[0]), 1, 1)
             kernel = jit.load(hopper.backward_kernel(c), self._index, problem)
             boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))
             layout, size = params.BACKWARD, params.BACKWARD_MAPS_SIZE

@@ -48,7 +48,7 @@ class MappedStep(Step):
         operands = [_spread(getattr(t, field)) for field, _ in self.boxes]  # kept until the launch
         maps = [operand_map(x, rows) for x, (_, rows) in zip(operands, self.boxes, strict=True)]
         if self.ticket is not None:
-            members += _ticket(self.ticket, stream).data_ptr().to_bytes(8, "little")
+            members += ticket_of(self.ticket, stream).data_ptr().to_bytes(8, "little")
         struct = params.with_maps(maps, members, self.size)
         self.kernel.launch(self.grid, stream, struct, self.shared, pdl=self.early, problem=problem)
 
@@ -92,11 +92,11 @@ def operand_map(tensor: torch.Tensor, rows: int) -> bytes:
 _tickets: dict[tuple[int, int], torch.Tensor] = {}
 
 
-def _ticket(index: int, stream: int) -> torch.Tensor:
+def ticket_of(index: int, stream: int) -> torch.Tensor:
     """A zero that the kernels of a stream, one after the other, count up and leave zero. A graph gets its own."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    ticket = _tickets.get((index, stream))
-    if ticket is None:
-        ticket = _tickets[index, stream] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    return ticket
+    found = _tickets.get((index, stream))
+    if found is None:
+        found = _tickets[index, stream] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+    return found

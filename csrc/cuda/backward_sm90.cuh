@@ -2,21 +2,23 @@
 //
 //   P = exp(s - lse);  dP = dO V^T;  dS = P (dP - delta);  dV = P^T dO;  dK = scale dS^T Q;  dQ = scale dS K
 //
-// A block owns block_k keys of one key/value head and walks the query tiles that see them, for every query head of the
-// group; one thread of a warpgroup loads, two warpgroups compute. S and dP are kept transposed (keys along the rows). dQ is
-// added to a float32 workspace in fragment order (gradient.cuh undoes it). Two ways to share the work:
+// A block takes one tile after the other, of block_k keys of one key/value head, and walks the query tiles that see them, for every
+// query head of the group. Of the loading warpgroup one thread draws the tiles and loads their keys and values, another loads the
+// queries, also those of the next tile while the last is being finished; two warpgroups compute. In a fixed order of additions a
+// block has one tile. S and dP are kept transposed (keys along the rows). dQ is added to a float32 workspace in fragment order
+// (gradient.cuh undoes it). Two ways to share the work:
 //
 //   head dims to 128: 128 keys, 64 for each warpgroup. P and dS are the A operands of dV and dK as they are in registers; dS also
 //   goes through shared memory, as [query][key], where dQ wants it from both. The tensor cores' queue in a step j, and
 //   what runs beside it:
-//     S_j, dP_j | P = exp(S - lse)      dV_j | dS = P (dP - delta), stored      dQ_{j-1}, dK_j | dQ_{j-1} is added to memory
+//     S_j, dP_j | P = exp(S - lse), dS = P (dP - delta), stored      dV_j, dQ_{j-1}, dK_j | dQ_{j-1} is added to memory
 //
 //   split, larger head dims: 64 keys, whose dK and dV take all registers: each warpgroup owns half of their columns, and half of
 //   the queries of S and dP. P and dS pass through shared memory, as [key][query].
 //     S_j, dP_j | P = exp(S - lse), dS = P (dP - delta), stored      dQ_j, dV_j, dK_j | dQ_j is added to memory
 //
 //   shared memory: K | V | 2 x Q | 2 x dO | 3 x dS, or 2 x (P, dS) | 2 x row statistics | records | barriers
-//   all tiles as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle
+//   all tiles as panels of 64 columns: [panel][row][64], 128-byte rows, 128-byte swizzle; dK and dV leave through the place of dS
 #pragma once
 
 #include "ptx/hopper.cuh"
@@ -44,25 +46,29 @@ struct WarpgroupBackwardTile {
     using KPanel = Tile<Config, block_k, 64>;
     static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = split ? 4 : 3;
     static constexpr int k_at = 0, v_at = panels * KPanel::bytes, q_at = v_at + panels_v * KPanel::bytes, o_at = q_at + stages * q_bytes;
-    static constexpr int ds_at = o_at + stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
-    static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 48, records = 4;
-    static constexpr int keys_full = record_at + records * record_bytes, q_full = keys_full + 8, q_empty = q_full + 8 * stages;
-    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
-    static constexpr int drawn_at = ds_full + 24, exchange_at = drawn_at + 16, exchange_bytes = 8 * 128, exchanges = split ? 1 : 2;   // dropout: seed and sequence; bits for the neighbour (split warpgroups meet before the next)
-    static constexpr int shared_bytes = Config::dropout ? exchange_at + exchanges * exchange_bytes : drawn_at;
     static constexpr int dq_floats = block_q * 64 * panels;
+    static constexpr int ds_at = o_at + stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
+    static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 64, records = 8;
+    static constexpr int keys_full = record_at + records * record_bytes, keys_empty = keys_full + 8, q_full = keys_empty + 8, q_empty = q_full + 8 * stages;
+    static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
+    static constexpr bool persistent = !Config::deterministic;
+    static constexpr int tile_full = ds_full + 24, tile_empty = tile_full + 16, tile_at = tile_empty + 24;
+    static constexpr int drawn_at = tile_at + 128, exchange_at = drawn_at + 16, exchange_bytes = 8 * 128, exchanges = split ? 1 : 2;   // dropout: seed; bits for the neighbour (split warpgroups meet before the next)
+    static constexpr int kept_at = exchange_at + exchanges * exchange_bytes;
+    static constexpr bool keeps = Config::dropout && !split && block_q == 128;   // bits wait there
+    static constexpr int shared_bytes = Config::dropout ? kept_at + (keeps ? 2048 : 0) : drawn_at;
     static constexpr bool tails = Config::lengths || Config::packed;
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
     static_assert(dq_columns % 64 == 0 || dq_columns == 32, "whole panels, or half of the only one");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
     static_assert(!split || !Config::order, "split warpgroups meet in every step");
-    static_assert(!split || !Config::early_dv, "nothing stands behind dP that might stay in flight");
-    static_assert(stages + 2 <= records, "a record outlives its stage by a step");
-    static_assert(drawn_at % 16 == 0, "seed");
+    static_assert(stages + 3 <= records, "a record outlives its stage by a step");
+    static_assert(tile_at % 16 == 0 && drawn_at % 16 == 0, "vectors");
 };
 
-// What the loading thread tells the others of a query tile. count: queries in it, -1: there is none; position: of the first.
+// What the loading thread tells the others of a query tile. count: queries in it; position: of the first. Behind it lie, for
+// dropout, query head, first query and sequence (32), and first key and kv_len of the tile of keys (48).
 struct QueryRecord {
     uint64_t dq, turn;     // where dQ is added; deterministic: the counter that must stand at rank
     int count, position, edge, rank;
@@ -77,69 +83,130 @@ struct QueryRecord {
 template <class Config>
 using KeyTile = KeyWork<Config, WarpgroupBackwardTile<Config>::block_q, WarpgroupBackwardTile<Config>::block_k>;
 
+// What everyone is told of a tile of keys. visits: of query tiles, -1: there are no more tiles; start, first, last: query tiles
+// of each head; head: the first; offset: from query to position; row_tile: of the first query tile; count: rows of dK to be written.
+struct KeyRecord {
+    int visits, start, first, last, head, q_len, kv_len, offset, q_row, row_tile, index, j0, k_row, head_kv, batch, count;
+    static constexpr int bytes = 64;
+
+    __device__ __forceinline__ void write(uint32_t at) const {
+        ptx::st_shared_v4(at, make_uint4(visits, start, first, last));
+        ptx::st_shared_v4(at + 16, make_uint4(head, q_len, kv_len, offset));
+        ptx::st_shared_v4(at + 32, make_uint4(q_row, row_tile, index, j0));
+        ptx::st_shared_v4(at + 48, make_uint4(k_row, head_kv, batch, count));
+    }
+    __device__ __forceinline__ static KeyRecord read(uint32_t at) {
+        const uint4 a = ptx::ld_shared_v4(at), b = ptx::ld_shared_v4(at + 16), c = ptx::ld_shared_v4(at + 32), d = ptx::ld_shared_v4(at + 48);
+        return {int(a.x), int(a.y), int(a.z), int(a.w), int(b.x), int(b.y), int(b.z), int(b.w), int(c.x), int(c.y), int(c.z), int(c.w), int(d.x), int(d.y), int(d.z), int(d.w)};
+    }
+};
+
+// One thread hands out tiles, and loads their keys and values when those of the tile before are no longer read.
 template <class Config>
-__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, const KeyTile<Config>& work, uint32_t base) {
+__device__ __forceinline__ void plan_tiles(const BackwardMapsParams& params, uint32_t base, int block) {
     using T = WarpgroupBackwardTile<Config>;
     const BackwardParams& p = params.problem;
-    const int batch = Config::packed ? 0 : work.b;
-    const int64_t tile0 = first_tile<Config>(p, work.b, T::block_q);
-    const int row0 = static_cast<int>(work.seq.q_row);
-    const auto begin_stage = [&](int visit) {
-        ptx::mbarrier_wait(base + T::q_empty + 8 * (visit % T::stages), (visit / T::stages & 1) ^ 1);
-        return visit % T::stages;
-    };
-    if (work.per_head > 0) {
-        const uint64_t once = ptx::evict_first();
-        ptx::mbarrier_expect(base + T::keys_full, (T::panels + T::panels_v) * T::KPanel::bytes);
-        const int row = static_cast<int>(work.seq.k_row) + work.j0;
-        for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::k_at + panel * T::KPanel::bytes, &params.k, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
-        for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, work.head_kv, batch, base + T::keys_full, once);
-    }
-    if constexpr (Config::dropout) {
-        ptx::st_shared_b64(base + T::drawn_at, *address<const uint64_t>(p.seed));
-        ptx::st_shared_b32(base + T::drawn_at + 8, work.seq.index);
-    }
-    ptx::wait_dependency<Config>();   // row statistics
-    const int heads = Config::fault == head_mod ? p.heads_kv : 1;   // from one head of the group to the next
-    int visit = 0, tile = work.start, head = Config::fault == head_mod ? work.head_kv : work.head_kv * work.group, left = work.per_head > 0 ? work.group : 0;
+    const int tiles = p.key_tiles * p.heads_kv * (Config::packed ? 1 : p.batch);
+    int loaded = 0;
 #pragma unroll 1
-    while (left > 0) {
-        const int i0 = tile * T::block_q, count = min(T::block_q, work.seq.q_len - i0), position = i0 + static_cast<int>(work.window.offset);
-        const int stage = begin_stage(visit);
-        const uint64_t keep = ptx::evict_last();
-        const uint32_t full = base + T::q_full + 8 * stage;
-        const int64_t slot = head * p.row_tiles + tile0 + tile;
-        const Edges<Config> edges(p, position, count, work.seq.kv_len);
-        QueryRecord record{p.dq_sum + 4 * slot * T::dq_floats, 0, count, position, edges.cross(work.j0, work.j0 + T::block_k), 0};
-        if constexpr (Config::deterministic) {
-            record.turn = p.order + 4 * slot * 8;
-            record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
+    for (int passed = 0;; ++passed) {
+        const int slot = passed % 2;
+        const uint32_t at = base + T::tile_at + KeyRecord::bytes * slot;
+        ptx::mbarrier_wait(base + T::tile_empty + 8 * slot, (passed / 2 & 1) ^ 1);
+        if (block >= tiles) {
+            ptx::st_shared_b32(at, 0xFFFFFFFFu);
+            ptx::mbarrier_arrive(base + T::tile_full + 8 * slot);
+            break;
         }
-        const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
-        record.write(at);
-        if constexpr (Config::dropout) ptx::st_shared_v2(at + 32, head, i0);
-        ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
-        ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + slot * (2 * T::block_q), T::rows_bytes, full);
-        for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row0 + i0, head, batch, full, keep);
-        ptx::mbarrier_wait(base + T::o_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
-        ptx::mbarrier_expect(base + T::o_full + 8 * stage, T::o_bytes);
-        for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row0 + i0, head, batch, base + T::o_full + 8 * stage, keep);
-        ++visit;
-        if (++tile == work.last) tile = work.first;
-        if (tile == work.start) {
-            head += heads;
-            --left;
+        KeyRecord tile{};
+        {
+            const KeyTile<Config> work(p, block);
+            if (!work.idle) {
+                const bool any = work.per_head > 0;
+                tile = {any ? work.group * work.per_head : 0, work.start, work.first, work.last,
+                        Config::fault == head_mod ? work.head_kv : work.head_kv * work.group, work.seq.q_len, work.seq.kv_len, static_cast<int>(work.window.offset),
+                        static_cast<int>(work.seq.q_row), any ? static_cast<int>(first_tile<Config>(p, work.b, T::block_q)) : 0, work.seq.index, work.j0,
+                        static_cast<int>(work.seq.k_row), work.head_kv, Config::packed ? 0 : work.b, work.seq.padded_k - work.j0};
+            }
         }
+        tile.write(at);
+        ptx::mbarrier_arrive(base + T::tile_full + 8 * slot);
+        if (tile.visits > 0) {
+            const uint64_t once = ptx::evict_first();
+            ptx::mbarrier_wait(base + T::keys_empty, (loaded & 1) ^ 1);
+            ++loaded;
+            ptx::mbarrier_expect(base + T::keys_full, (T::panels + T::panels_v) * T::KPanel::bytes);
+            const int row = tile.k_row + tile.j0;
+            for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::k_at + panel * T::KPanel::bytes, &params.k, 64 * panel, row, tile.head_kv, tile.batch, base + T::keys_full, once);
+            for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, tile.head_kv, tile.batch, base + T::keys_full, once);
+        }
+        if constexpr (T::persistent) {
+            const int drawn = atomicAdd(address<int>(p.ticket), 1);
+            if (drawn == tiles - 1) *address<int>(p.ticket) = 0;   // the last ticket: one for each tile
+            block = drawn + static_cast<int>(gridDim.x);
+        } else block = tiles;
     }
-    const int stage = begin_stage(visit);
-    ptx::st_shared_b32(base + T::record_at + T::record_bytes * (visit % T::records) + 16, 0xFFFFFFFFu);
-    ptx::mbarrier_arrive(base + T::q_full + 8 * stage);
+}
+
+// Another thread loads the queries that see them.
+template <class Config>
+__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, uint32_t base, int block) {
+    using T = WarpgroupBackwardTile<Config>;
+    const BackwardParams& p = params.problem;
+    if constexpr (Config::dropout) ptx::st_shared_b64(base + T::drawn_at, *address<const uint64_t>(p.seed));
+    ptx::wait_dependency<Config>();   // row statistics
+    int visit = 0;
+#pragma unroll 1
+    for (int passed = 0;; ++passed) {
+        const int slot = passed % 2;
+        ptx::mbarrier_wait(base + T::tile_full + 8 * slot, passed / 2 & 1);
+        const uint32_t noted = base + T::tile_at + KeyRecord::bytes * slot;
+        int left = ptx::ld_shared_b32(noted), tile = ptx::ld_shared_b32(noted + 4), head = ptx::ld_shared_b32(noted + 16);
+        if (left < 0) break;
+#pragma unroll 1
+        for (; left > 0; --left) {
+            // What is noted is read anew rather than kept in registers, before there is room for the loads.
+            const int i0 = tile * T::block_q, stage = visit % T::stages;
+            const int64_t place = head * p.row_tiles + static_cast<int>(ptx::ld_shared_b32(noted + 36)) + tile;
+            {
+                const uint4 of_head = ptx::ld_shared_v4(noted + 16);
+                const int count = min(T::block_q, static_cast<int>(of_head.y) - i0), position = i0 + static_cast<int>(of_head.w), j0 = ptx::ld_shared_b32(noted + 44);
+                const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
+                const int edge = Edges<Config>(p, position, count, of_head.z).cross(j0, j0 + T::block_k);
+                QueryRecord record{p.dq_sum + 4 * place * T::dq_floats, 0, count, position, edge, 0};
+                if constexpr (Config::deterministic) {
+                    const KeyTile<Config> work(p, block);
+                    record.turn = p.order + 4 * place * 8;
+                    record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
+                }
+                record.write(at);
+                ptx::st_shared_v2(at + 48, j0, of_head.z);
+                if constexpr (Config::dropout) ptx::st_shared_v4(at + 32, make_uint4(head, i0, ptx::ld_shared_b32(noted + 40), 0));
+            }
+            const int row = static_cast<int>(ptx::ld_shared_b32(noted + 32)) + i0, batch = ptx::ld_shared_b32(noted + 56);
+            const uint64_t keep = ptx::evict_last();
+            const uint32_t full = base + T::q_full + 8 * stage;
+            ptx::mbarrier_wait(base + T::q_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
+            ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
+            for (int panel = 0; panel < T::panels; ++panel) ptx::tensor_load(base + T::q_at + stage * T::q_bytes + panel * T::QPanel::bytes, &params.q, 64 * panel, row, head, batch, full, keep);
+            ptx::bulk_load(base + T::rows_at + stage * T::rows_bytes, address<const float>(p.rows) + place * (2 * T::block_q), T::rows_bytes, full);
+            ptx::mbarrier_wait(base + T::o_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
+            ptx::mbarrier_expect(base + T::o_full + 8 * stage, T::o_bytes);
+            for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row, head, batch, base + T::o_full + 8 * stage, keep);
+            ++visit;
+            const uint4 span = ptx::ld_shared_v4(noted);
+            if (++tile == static_cast<int>(span.w)) tile = span.z;
+            if (tile == static_cast<int>(span.y)) head += Config::fault == head_mod ? p.heads_kv : 1;
+        }
+        ptx::mbarrier_arrive(base + T::tile_empty + 8 * slot);
+    }
 }
 
 template <class Config>
 struct WarpgroupBackward {
     using T = WarpgroupBackwardTile<Config>;
     using atom = typename T::atom;
+    using element = typename T::element;
     static constexpr int N = T::N, key_steps = T::block_k / 16, query_steps = T::block_q / 16, fragments = T::queries / 16, CQ = T::dq_columns / 8;
 
     const BackwardParams& p;
@@ -197,13 +264,13 @@ struct WarpgroupBackward {
     }
     __device__ __forceinline__ float left(float x, int n, int e) const { return !Config::dropout || (kept[n / 8] >> (4 * (n & 7) + e) & 1) ? x : 0.f; }
     // A call of Philox serves 32 keys, of which a warp has 16: each draws half of the queries for itself and its neighbour.
-    __device__ __forceinline__ void draw(int visit, int j0) {
+    __device__ __forceinline__ void draw(int visit) {
         if constexpr (Config::dropout) {
             constexpr int mine = fragments / 2;
             const uint64_t seed = __shfl_sync(0xFFFFFFFFu, ptx::ld_shared_b64(base + T::drawn_at), 0);   // the same in all lanes, to the compiler, too
-            const int sequence = ptx::ld_shared_b32(base + T::drawn_at + 8), head = Config::fault == dropout_ignores_head ? 0 : ptx::ld_shared_b32(record(visit) + 32);
+            const int sequence = ptx::ld_shared_b32(record(visit) + 40), head = Config::fault == dropout_ignores_head ? 0 : ptx::ld_shared_b32(record(visit) + 32);
             const bool odd = warp() & 1;
-            const uint32_t i = ptx::ld_shared_b32(record(visit) + 36) + (T::split ? T::queries * group : 0) + (odd ? 16 * mine : 0), j = j0 + (T::split ? 0 : 64 * group) + 16 * (warp() & 2) + (lane >> 2);
+            const uint32_t i = ptx::ld_shared_b32(record(visit) + 36) + (T::split ? T::queries * group : 0) + (odd ? 16 * mine : 0), j = ptx::ld_shared_b32(record(visit) + 48) + (T::split ? 0 : 64 * group) + 16 * (warp() & 2) + (lane >> 2);
             const PhiloxColumn column = philox_column(seed, DropoutWords<Config, false, 1, 4>::key_group(j), head, sequence, WideProduct{});
             const uint32_t above = dropout_above(p.dropout_threshold);
             uint32_t bits[2] = {0, 0};   // of the even and of the odd warp
@@ -225,14 +292,25 @@ struct WarpgroupBackward {
                 kept[0] = first;
                 kept[1] = second;
             } else kept[0] = first | second << (8 * mine);
+            if constexpr (T::keeps) ptx::st_shared_v2(kept_place(), kept[0], kept[(N + 7) / 8 - 1]);
+            else
 #pragma unroll
-            for (uint32_t& word : kept) ptx::pin(word);
+                for (uint32_t& word : kept) ptx::pin(word);
         }
     }
-    __device__ __forceinline__ void draw_ahead(int visit, int j0) {   // of the step to come, beside products that need few registers
+    // Bits drawn a step ahead wait in shared memory: there are no registers for them.
+    __device__ __forceinline__ uint32_t kept_place() const { return base + T::kept_at + 8 * (ptx::opaque_thread() - 128); }
+    __device__ __forceinline__ void take_kept() {
+        if constexpr (T::keeps) {
+            const uint64_t both = ptx::ld_shared_b64(kept_place());
+            kept[0] = static_cast<uint32_t>(both);
+            kept[(N + 7) / 8 - 1] = static_cast<uint32_t>(both >> 32);
+        }
+    }
+    __device__ __forceinline__ void draw_ahead(int visit) {   // of the step to come, beside products that need few registers
         if constexpr (Config::dropout) {
             ptx::mbarrier_wait(base + T::q_full + 8 * (visit % T::stages), visit / T::stages & 1);
-            if (static_cast<int>(ptx::ld_shared_b32(record(visit) + 16)) >= 0) draw(visit, j0);
+            draw(visit);
         }
     }
     __device__ __forceinline__ static void round_step(const float (&x)[N][4], int step, uint32_t (&to)[4]) {
@@ -252,6 +330,7 @@ struct WarpgroupBackward {
     }
     // P as the operand of dV; with a softcap that was done when P was there.
     __device__ __forceinline__ void round_probabilities() {
+        take_kept();   // anew, so that P without what is dropped does not lie beside P
         if constexpr (!Config::softcap)
 #pragma unroll
             for (int step = 0; step < fragments; ++step) round_kept(s[0], step, a[step]);
@@ -281,7 +360,6 @@ struct WarpgroupBackward {
 #pragma unroll
             for (int step = 0; step < fragments; ++step) ptx::stmatrix_x4_trans(to + step * 2048, x[step][0], x[step][1], x[step][2], x[step][3]);
         }
-        ptx::fence_proxy_async();
     }
 
     // Deterministic: a warp adds its part of a query tile's dQ when the tile's counter stands at the record's rank, and lets the
@@ -291,8 +369,9 @@ struct WarpgroupBackward {
         if constexpr (Config::deterministic)
             if (visit >= 0 && lane == 0) ptx::red_release_add(turn(visit), 1);   // ordered after the other lanes' by __syncwarp in add_queries
     }
-    __device__ __forceinline__ void add_queries(int visit) const {
-        float* sum = address<float>(ptx::ld_shared_b64(record(visit))) + (ptx::opaque_thread() / 32 - 4) * (T::dq_floats / 8) + 4 * lane;
+    __device__ __forceinline__ void add_queries(int visit, uint64_t to) {
+        float* sum = address<float>(to) + (ptx::opaque_thread() / 32 - 4) * (T::dq_floats / 8) + 4 * lane;
+        const int valid = T::dq_rows == 2 ? CQ : (Config::head_dim + 7) / 8 - group * CQ;   // the rest is padding
         if constexpr (Config::deterministic) {
             if (lane == 0) {
                 const int rank = ptx::ld_shared_b32(record(visit) + 28);
@@ -302,9 +381,11 @@ struct WarpgroupBackward {
             __syncwarp();
         }
 #pragma unroll
-        for (int c = 0; c < CQ; ++c) ptx::red_add_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+        for (int c = 0; c < CQ; ++c)
+            if (c < valid) ptx::red_add_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
         if constexpr (Config::deterministic) __syncwarp();
     }
+    __device__ __forceinline__ uint64_t sum_of(int visit) const { return ptx::ld_shared_b64(record(visit)); }
 
     // Rows from `valid` on may be another sequence's or anything: 0 times NaN is not 0.
     template <class Panel>
@@ -327,8 +408,8 @@ struct WarpgroupBackward {
         if constexpr (Config::order) ptx::bar_arrive(5 - group, 256);
     }
 
-    __device__ __forceinline__ void await_keys(int keys) const {
-        ptx::mbarrier_wait(base + T::keys_full, 0);
+    __device__ __forceinline__ void await_keys(int keys, int phase) const {
+        ptx::mbarrier_wait(base + T::keys_full, phase);
         if (T::tails && keys < T::block_k) {
             clear_rows<typename T::KPanel>(base + T::k_at, T::panels, keys);
             clear_rows<typename T::KPanel>(base + T::v_at, T::panels_v, keys);
@@ -336,9 +417,19 @@ struct WarpgroupBackward {
     }
 
     // P = exp(S - lse). With a softcap also rounded P, and P then becomes P times the derivative of the cap.
-    __device__ __forceinline__ void exponentials(int visit, int count, int j0, int keys) {
+    __device__ __forceinline__ uint32_t statistics(int visit, int member) const {
+        return base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * T::block_q * member + (T::split ? 4 * T::queries * group : 0) + 16 * (lane & 3);
+    }
+    __device__ __forceinline__ void take_statistics(uint32_t at, int n, float (&x)[4]) const {   // of tiles n and n + 1
+        if (n % 2) return;
+        const uint4 four = ptx::ld_shared_v4(at + 32 * n);
+        x[0] = __uint_as_float(four.x);
+        x[1] = __uint_as_float(four.y);
+        x[2] = __uint_as_float(four.z);
+        x[3] = __uint_as_float(four.w);
+    }
+    __device__ __forceinline__ void exponentials(int visit, bool edge) {
         const int column0 = T::split ? T::queries * group : 0;
-        const uint32_t shifts = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * column0 + 8 * (lane & 3);
         if constexpr (Config::softcap) {
             const float within = p.scale / p.softcap * (Config::fault == scaled_scores ? 1.001f : 1.f);
 #pragma unroll
@@ -346,17 +437,19 @@ struct WarpgroupBackward {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) s[0][n][e] = tanh_exact(s[0][n][e] * within);
         }
-        if (ptx::ld_shared_b32(record(visit) + 24))
-            Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), count, j0 + keys).hide_transposed(s, j0 + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
+        if (edge)
+            Edges<Config>(p, ptx::ld_shared_b32(record(visit) + 20), ptx::ld_shared_b32(record(visit) + 16), ptx::ld_shared_b32(record(visit) + 52)).hide_transposed(s, static_cast<int>(ptx::ld_shared_b32(record(visit) + 48)) + (T::split ? 0 : 64 * group) + 16 * warp(), column0, lane);
         const float factor = Config::softcap ? p.softcap * log2e : scale;
+        const uint32_t shifts = statistics(visit, 0);
+        float shift[4];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            float shift[2], slope[4];
-            ptx::ld_shared_f32x2(shift[0], shift[1], shifts + 32 * n);
+            float slope[4];
+            take_statistics(shifts, n, shift);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 slope[e] = fmaxf(fmaf(-s[0][n][e], s[0][n][e], 1.f), 0.f);   // hidden: 0
-                s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], factor, -shift[e & 1]));
+                s[0][n][e] = ptx::ex2_approx(fmaf(s[0][n][e], factor, -shift[n % 2 * 2 + (e & 1)]));
             }
             if constexpr (Config::softcap) {
                 float y[4];
@@ -373,34 +466,36 @@ struct WarpgroupBackward {
         }
     }
     __device__ __forceinline__ void differences(int visit) {   // dS = P (dP - delta), in place of dP
-        const uint32_t deltas = base + T::rows_at + visit % T::stages * T::rows_bytes + 4 * T::block_q + (T::split ? 4 * T::queries * group : 0) + 8 * (lane & 3);
+        const uint32_t deltas = statistics(visit, 1);
+        float delta[4];
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-            float delta[2];
-            ptx::ld_shared_f32x2(delta[0], delta[1], deltas + 32 * n);
+            take_statistics(deltas, n, delta);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const float minus = Config::fault == skip_delta ? 0.f : delta[e & 1];
+                const float minus = Config::fault == skip_delta ? 0.f : delta[n % 2 * 2 + (e & 1)];
                 dp[n][e] = s[0][n][e] * (Config::dropout ? fmaf(left(dp[n][e], n, e), p.keep_scale, -minus) : dp[n][e] - minus);
             }
         }
     }
 
-    __device__ __forceinline__ void run(int j0, int keys) {   // keys of the tile that there are
+    // keys: of the tile, that there are; visits: query tiles to come, from number `visit` on; phase: of the barrier that K and V are there.
+    __device__ __forceinline__ void run(int keys, int& visit, int visits, int phase) {
         clear(dk);
         clear(dv);
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
-        int visit = 0;
-        if constexpr (!T::split) draw_ahead(0, j0);
+        if (visits == 0) return;
+        const int end = visit + visits;
+        bool later = false;   // than the first
+        await_keys(keys, phase);
+        if constexpr (!T::split) draw_ahead(visit);
 #pragma unroll 1
-        for (;; ++visit) {
+        for (; visit < end; ++visit, later = true) {
             const int stage = visit % T::stages;
             const uint32_t q = base + T::q_at + stage * T::q_bytes, o = base + T::o_at + stage * T::o_bytes;
             ptx::mbarrier_wait(base + T::q_full + 8 * stage, visit / T::stages & 1);
-            const int count = ptx::ld_shared_b32(record(visit) + 16);
-            if (count < 0) break;
-            if (visit == 0) await_keys(keys);
+            const int count = T::tails ? ptx::ld_shared_b32(record(visit) + 16) : T::block_q;
             clear_queries(q, T::panels, count);
             issue_transposed<T::steps>(s[0], base + T::k_at, q);
             ptx::wgmma_commit();
@@ -408,93 +503,101 @@ struct WarpgroupBackward {
             clear_queries(o, T::panels_v, count);
             issue_transposed<T::steps_v>(dp, base + T::v_at, o);
             ptx::wgmma_commit();
-            if (group == 1 || visit > 0) end_products();
-            if constexpr (T::split) draw(visit, j0);
-            ptx::wgmma_wait<1>();   // S, and dK of the step before
+            if (group == 1 || later) end_products();
+            if constexpr (T::split) draw(visit);
+            const bool edge = ptx::ld_shared_b32(record(visit) + 24);
+            ptx::wgmma_wait<1>();   // S; split: and dK of the step before
             ptx::pin(s[0]);
-            if (visit > 0) {
-                release(T::q_empty + 8 * ((visit - 1) % T::stages));
-                if constexpr (T::split) release(T::o_empty + 8 * ((visit - 1) % T::stages));
-            }
+            if constexpr (T::split)
+                if (later) {
+                    release(T::q_empty + 8 * ((visit - 1) % T::stages));
+                    release(T::o_empty + 8 * ((visit - 1) % T::stages));
+                }
 
-            exponentials(visit, count, j0, keys);
+            if constexpr (Config::softcap) take_kept();
+            exponentials(visit, edge);
             end_turn(visit - (T::split ? 1 : 2));
             if constexpr (T::split) {
                 round_probabilities();
                 store(a, buffer(visit & 1));
-            } else if constexpr (Config::early_dv) {
-                round_probabilities();
-                issue_keys<T::columns_v>(dv[0], a, 0, o);
-                ptx::wgmma_commit();
             }
-            ptx::wgmma_wait<Config::early_dv>();   // dP
+            ptx::wgmma_wait<0>();   // dP
             ptx::pin(dp);
+            take_kept();
             differences(visit);
             round(dp, d);
             if constexpr (T::split) {
                 store(d, buffer(2 + (visit & 1)));
+                ptx::fence_proxy_async();
                 ptx::bar_sync(3, 256);   // all of P and dS is there, and nobody reads what the step before stored
                 issue_queries(buffer(2 + (visit & 1)));
                 ptx::wgmma_commit();
                 issue_keys<T::columns_v>(dv[0], a, buffer(visit & 1), o);
                 issue_keys<T::columns>(dk[0], d, buffer(2 + (visit & 1)), q);
                 ptx::wgmma_commit();
+                const uint64_t sum = sum_of(visit);
                 ptx::wgmma_wait<1>();   // dQ
                 ptx::pin(dq);
-                add_queries(visit);
+                add_queries(visit, sum);
             } else {
                 // dS of the step before is there, so buffer visit % 3 has no reader left.
-                if (visit > 0) ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
+                if (later) ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
                 store(d, buffer(visit % 3));
+                round_probabilities();
+                if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
+                issue_keys<T::columns_v>(dv[0], a, 0, o);
+                ptx::wgmma_commit();
+                ptx::fence_proxy_async();   // of dS, beside dV
                 __syncwarp();
                 release(T::ds_full + 8 * (visit % 3));
-                if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
-                if constexpr (!Config::early_dv) {
-                    round_probabilities();
-                    issue_keys<T::columns_v>(dv[0], a, 0, o);
-                    ptx::wgmma_commit();
-                }
                 issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
                 ptx::wgmma_commit();
                 issue_keys<T::columns>(dk[0], d, 0, q);
                 ptx::wgmma_commit();
-                draw_ahead(visit + 1, j0);
+                if (visit + 1 < end) draw_ahead(visit + 1);
+                const uint64_t sum = sum_of(visit - 1 & 0x7FFFFFFF);
                 ptx::wgmma_wait<1>();   // dV and dQ
                 ptx::pin(dq);
                 release(T::o_empty + 8 * stage);
-                if (visit > 0) add_queries(visit - 1);
-                if constexpr (Config::drain) ptx::wgmma_wait<0>();   // dK: its operands' registers are wanted
+                if (later) add_queries(visit - 1, sum);
+                ptx::wgmma_wait<0>();   // dK: its operand's registers are wanted, and the next queries its place
+                release(T::q_empty + 8 * stage);
             }
         }
-        if (group == 0 && visit > 0) end_products();
+        if (group == 0) end_products();
         ptx::wgmma_wait<0>();
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
-        if (visit == 0) return;
-        if constexpr (T::split) end_turn(visit - 1);
-        else {
+        if constexpr (T::split) {
+            release(T::q_empty + 8 * ((visit - 1) % T::stages));
+            release(T::o_empty + 8 * ((visit - 1) % T::stages));
+            end_turn(visit - 1);
+        } else {
             ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
             issue_queries(buffer((visit - 1) % 3));
             ptx::wgmma_commit();
             end_turn(visit - 2);
+            const uint64_t sum = sum_of(visit - 1);
             ptx::wgmma_wait<0>();
             ptx::pin(dq);
-            add_queries(visit - 1);
+            add_queries(visit - 1, sum);
             end_turn(visit - 1);
         }
+        release(T::keys_empty);
     }
 
-    // This warp's 16 rows of dK or dV to global memory, through the place of K or V in shared memory.
+    // This warp's 16 rows of dK or dV to global memory, through the place of dS in shared memory, of which a warpgroup has its part.
     template <int columns, int dim>
-    __device__ __forceinline__ void write(const float (&x)[columns / 8][4], float factor, uint32_t panel_at, typename Config::element* to, int64_t stride, int count) const {
+    __device__ __forceinline__ void write(const float (&x)[columns / 8][4], float factor, typename Config::element* to, int64_t stride, int count) const {
         const int row0 = (T::split ? 0 : 64 * group) + 16 * warp(), first = T::split ? columns * group : 0;   // column
-        const uint32_t rows = panel_at + first / 64 * T::KPanel::bytes + row0 * 128, mine = rows + (lane & 15) * 128;
+        const uint32_t rows = base + T::ds_at + group * (T::split ? 2 * T::ds_bytes : T::QPanel::bytes) + 16 * warp() * 128, mine = rows + (lane & 15) * 128;
+        __syncwarp();
 #pragma unroll
         for (int c = 0; c < columns / 8; c += 2) {
             uint32_t words[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) words[i] = pack<Config>(x[c + i / 2][2 * (i & 1)] * factor, x[c + i / 2][2 * (i & 1) + 1] * factor);
-            ptx::stmatrix_x4(mine + c / 8 * T::KPanel::bytes + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
+            ptx::stmatrix_x4(mine + c / 8 * T::ds_bytes + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
         }
         __syncwarp();
         constexpr int chunks = (T::split ? columns : dim) / 8;
@@ -502,7 +605,7 @@ struct WarpgroupBackward {
         for (int index = lane; index < 16 * chunks; index += 32) {
             const int local = index / chunks, chunk = index % chunks, row = row0 + local;
             if (row >= count || first + 8 * chunk >= dim) continue;
-            *reinterpret_cast<uint4*>(to + row * stride + first + 8 * chunk) = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::KPanel::bytes + (((chunk & 7) ^ (local & 7)) << 4));
+            *reinterpret_cast<uint4*>(to + row * stride + first + 8 * chunk) = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::ds_bytes + (((chunk & 7) ^ (local & 7)) << 4));
         }
     }
 };
@@ -519,6 +622,11 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(base + T::keys_full, 1);
+        ptx::mbarrier_init(base + T::keys_empty, 8);
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(base + T::tile_full + 8 * i, 1);
+            ptx::mbarrier_init(base + T::tile_empty + 8 * i, 9);
+        }
         for (int i = 0; i < T::stages; ++i) {
             ptx::mbarrier_init(base + T::q_full + 8 * i, 1);
             ptx::mbarrier_init(base + T::q_empty + 8 * i, 8);
@@ -529,28 +637,40 @@ __device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
         }
         for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + T::ds_full + 8 * i, 8);
         ptx::mbarrier_init_fence();
-        if constexpr (Config::deterministic) ptx::st_shared_b32(base + T::record_at, atomicAdd(address<int>(p.ticket), 1));
+        if constexpr (Config::deterministic) ptx::st_shared_b32(base + T::tile_at, atomicAdd(address<int>(p.ticket), 1));
     }
     __syncthreads();
-    const int block = Config::deterministic ? ptx::ld_shared_b32(base + T::record_at) : blockIdx.x;
-    if constexpr (Config::deterministic) __syncthreads();
-    const KeyTile<Config> work(p, block);
-    if (work.idle) return ptx::wait_dependency<Config>();   // so that this kernel never ends before that one
+    const int block = Config::deterministic ? ptx::ld_shared_b32(base + T::tile_at) : blockIdx.x;
+    if constexpr (Config::deterministic) __syncthreads();   // before a record lies there
     if (warpgroup == 0) {
-        ptx::give_registers<24>();
-        if (threadIdx.x == 0) load_queries<Config>(params, work, base);
+        ptx::give_registers<40>();
+        if (threadIdx.x == 0) load_queries<Config>(params, base, block);
+        if (threadIdx.x == 32) plan_tiles<Config>(params, base, block);
     } else {
-        ptx::take_registers<240>();
-        ptx::wait_dependency<Config>();
+        ptx::take_registers<232>();
+        ptx::wait_dependency<Config>();   // every thread: this kernel never ends before that one
         WarpgroupBackward<Config> mine(p, base, warpgroup - 1, lane);
-        mine.run(work.j0, work.j1 - work.j0);
-        const KeyTile<Config> again(p, Config::deterministic ? block : ptx::opaque_block());   // found anew rather than kept in registers
-        const int64_t token = (Config::packed ? again.seq.k_row : 0) + again.j0;
-        const int count = again.seq.padded_k - again.j0;
-        const int64_t batch = Config::packed ? 0 : again.b;
-        ptx::bar_sync(3, 256);   // nobody reads K or V any more
-        if (p.dk) mine.template write<T::columns, Config::head_dim>(mine.dk[0], p.scale, base + T::k_at, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + again.head_kv * p.dk_h, p.dk_j, count);
-        if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], (Config::dropout ? p.keep_scale : 1.f) * (Config::fault == scaled_dv ? 1.004f : 1.f), base + T::v_at, address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + again.head_kv * p.dv_h, p.dv_j, count);
+        int visit = 0, state = 0;   // bit 0: place of the record, bits 1 and 2: phases of its barrier and of keys_full
+#pragma unroll 1
+        for (;;) {
+            const int slot = state & 1;
+            const uint32_t at = base + T::tile_at + KeyRecord::bytes * slot;
+            ptx::mbarrier_wait(base + T::tile_full + 8 * slot, state >> 1 & 1);
+            const int visits = ptx::ld_shared_b32(at), j0 = ptx::ld_shared_b32(at + 44);
+            if (visits < 0) break;
+            mine.run(min(static_cast<int>(ptx::ld_shared_b32(at + 24)) - j0, T::block_k), visit, visits, state >> 2);
+            ptx::bar_sync(3, 256);   // nobody reads dS any more
+            const KeyRecord tile = KeyRecord::read(at);
+            __syncwarp();
+            mine.release(T::tile_empty + 8 * slot);
+            const int64_t token = static_cast<int64_t>(tile.k_row) + tile.j0, batch = tile.batch;
+            if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], (Config::dropout ? p.keep_scale : 1.f) * (Config::fault == scaled_dv ? 1.004f : 1.f), address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + tile.head_kv * p.dv_h, p.dv_j, tile.count);
+            if (p.dk) mine.template write<T::columns, Config::head_dim>(mine.dk[0], p.scale, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + tile.head_kv * p.dk_h, p.dk_j, tile.count);
+            if constexpr (!T::persistent) break;
+            state = (state + 1 & 3) | (state & 4 ^ (tile.visits > 0 ? 4 : 0));
+            if constexpr (T::split) ptx::bar_sync(3, 256);   // all of the other's rows have left dS
+            else ptx::bar_sync(1 + mine.group, 128);
+        }
     }
 }
 

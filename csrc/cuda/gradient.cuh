@@ -42,10 +42,11 @@ struct RowTile {
     }
 };
 
-// Where a row's shift and delta lie: beside each other, or (wgmma) all shifts of a tile before all deltas.
+// Where a row's shift and delta lie: beside each other, or (wgmma) all shifts of a tile before all deltas, and of 16 rows the four that
+// are columns 2 l, 2 l + 1 of two m16n8 tiles beside each other.
 template <class Config>
 __device__ __forceinline__ int64_t row_place(int64_t slot, int row, int member) {
-    if constexpr (Config::planes) return (slot * 2 + member) * Config::block_q + row;
+    if constexpr (Config::planes) return (slot * 2 + member) * Config::block_q + (row & ~15) + (row & 6) * 2 + (row >> 2 & 2) + (row & 1);
     else return (slot * Config::block_q + row) * (Config::natural ? 4 : 2) + member;
 }
 
