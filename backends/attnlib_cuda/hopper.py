@@ -66,8 +66,8 @@ class ForwardConfig(Features):
 class BackwardConfig(Features):
     """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh.
 
-    split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. order: they take
-    turns with their products. Not deterministic: as many blocks as multiprocessors, which draw one tile after the other.
+    split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. order: they
+    take turns with their products. Unless deterministic, there are as many blocks as multiprocessors, which draw tiles.
     """
 
     deterministic: bool
