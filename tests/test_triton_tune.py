@@ -130,6 +130,10 @@ def run(p: AttentionProblem, t: Tensors, made: TritonPlan | None = None) -> Trit
     return made
 
 
+def unexpected(*given: Any) -> None:
+    raise AssertionError("nothing is to be read")
+
+
 def files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "cuda").glob("triton-tiles-*/tiles.json"))
 
@@ -147,7 +151,7 @@ def test_the_fastest_is_launched_and_found_by_the_next_process(device, tmp_path,
     forget(monkeypatch)
     for _ in range(3):
         made = run(p, t)
-        monkeypatch.setattr(cache, "find", None)  # what is decided needs no file
+        monkeypatch.setattr(cache, "find", unexpected)  # what is decided needs no file
     assert not device.timed and device.shapes() == dict.fromkeys(KERNELS, BEST)
     run(p, t, made)
     assert len(made._forms) == 2  # kept, as without the clock
@@ -186,6 +190,17 @@ def test_candidates_fit_and_begin_with_the_table(arch):
             assert any(shape.maps for shape in shapes) == maps
             for shape in shapes:
                 assert config.shared_bytes(one.problem, one.arch, shape, kernel != "forward") <= one.arch.shared_bytes
+
+
+def test_operands_that_the_copy_engine_cannot_fetch_are_a_form_of_their_own(device, tmp_path):
+    p = problem(grads=())
+    made, t = TritonPlan(p, GPU), tensors(p)
+    made.forward(p, t)
+    device.timed.clear()
+    device.seconds = lambda shape: 1.0 if shape[:4] == BEST[:4] else 2.0
+    made.forward(p, replace(t, k=t.k[:, :1].expand(t.k.shape)))
+    assert device.timed and not any(shape.maps for shape in device.timed)
+    assert device.shapes()["forward"] == BEST._replace(maps=False) and len(files(tmp_path)) == 2
 
 
 def test_two_threads_time_once(device):
@@ -340,7 +355,7 @@ def test_jit_never_without_anything_stored(device, monkeypatch):
     made, t = TritonPlan(p, GPU), tensors(p)
     with settings.override(jit="never"):
         made.forward(p, t)
-        monkeypatch.setattr(cache, "find", None)
+        monkeypatch.setattr(cache, "find", unexpected)
         made.forward(p, t)
     assert not device.timed and len(made._forms) == 1
 
