@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -262,13 +263,17 @@ def _info(options: argparse.Namespace) -> int:
     table = Table(title="settings", title_justify="left")
     table.add_column("variable")
     table.add_column("value")
+    table.add_column("meaning", overflow="fold")
+    meanings = dict(re.findall(r"^\| (ATTNLIB_\w+) \|.*\| (.*) \|$", settings.__doc__ or "", re.MULTILINE))
     for field, value in values.items():
         if field == "shadow":
             continue
         shown = ", ".join(sorted(value)) if isinstance(value, (tuple, frozenset)) else str(value or "")
+        shown = str(int(value)) if isinstance(value, bool) else shown
         if field == "debug" and values["shadow"]:
             shown = ", ".join(filter(None, (shown, f"shadow:{values['shadow']:g}")))
-        table.add_row(f"ATTNLIB_{field.upper()}", shown or "-")
+        name = f"ATTNLIB_{field.upper()}"
+        table.add_row(name, shown or "-", meanings.get(name, ""))
     console.print(table)
     return OK
 

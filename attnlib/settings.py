@@ -4,6 +4,7 @@
 |---|---|---|
 | ATTNLIB_BACKEND | a backend name or a comma list, in order of preference | which backends may run; empty is unset |
 | ATTNLIB_CACHE_DIR | a folder | where compiled kernels are kept |
+| ATTNLIB_AUTOTUNE | 0, 1 | 1: triton times its tiles at the first call of a form, and keeps the fastest in the cache |
 | ATTNLIB_JIT | auto, never | never: a kernel that is not in the cache raises KernelNotCached |
 | ATTNLIB_LOG | dispatch, jit (comma list) | what to log, at level INFO of the logger "attnlib" |
 | ATTNLIB_DEBUG | bounds, poison, sync, shadow:RATE (comma list) | checks that cost time |
@@ -23,7 +24,7 @@ from typing import Any
 from .errors import ArgumentError
 
 _PREFIX = "ATTNLIB_"
-_KNOWN = ("BACKEND", "CACHE_DIR", "JIT", "LOG", "DEBUG")
+_KNOWN = ("BACKEND", "CACHE_DIR", "AUTOTUNE", "JIT", "LOG", "DEBUG")
 _LOG_WORDS = ("dispatch", "jit")
 _DEBUG_WORDS = ("bounds", "poison", "sync")
 
@@ -34,6 +35,7 @@ class Settings:
 
     backend: str = ""
     cache_dir: str | None = None
+    autotune: bool = False
     jit: str = "auto"
     log: frozenset[str] = frozenset()
     debug: frozenset[str] = frozenset()
@@ -54,6 +56,9 @@ def parse(environ: Mapping[str, str]) -> Settings:
     def words(name: str) -> list[str]:
         return [word.strip().lower() for word in environ.get(_PREFIX + name, "").split(",") if word.strip()]
 
+    autotune = environ.get(_PREFIX + "AUTOTUNE", "").strip() or "0"
+    if autotune not in ("0", "1"):
+        raise ArgumentError(f"ATTNLIB_AUTOTUNE: needs 0 or 1, got {autotune!r}")
     jit = environ.get(_PREFIX + "JIT", "").strip().lower() or "auto"
     if jit not in ("auto", "never"):
         raise ArgumentError(f"ATTNLIB_JIT: needs auto or never, got {jit!r}")
@@ -71,6 +76,7 @@ def parse(environ: Mapping[str, str]) -> Settings:
     return Settings(
         backend=",".join(words("BACKEND")),
         cache_dir=environ.get(_PREFIX + "CACHE_DIR", "").strip() or None,
+        autotune=autotune == "1",
         jit=jit,
         log=frozenset(words("LOG")),
         debug=frozenset(debug),

@@ -55,6 +55,8 @@ def test_info_prints_versions_backends_settings(capsys: pytest.CaptureFixture[st
     assert status == 0
     for text in (f"attnlib {attnlib.__version__}", torch.__version__, "reference", "ATTNLIB_BACKEND"):
         assert text in out
+    (row,) = (line for line in out.splitlines() if "ATTNLIB_AUTOTUNE" in line)
+    assert row.split("│")[2].strip() == "0" and "triton times its tiles" in row
 
 
 def test_info_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +65,7 @@ def test_info_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["machine"]["threads"] == torch.get_num_threads()
     names = [item["name"] for item in found["backends"]["cpu"]]
     assert names == [item.name for item in attnlib.backends("cpu")]
-    assert set(found["settings"]) == {"backend", "cache_dir", "jit", "log", "debug", "shadow"}
+    assert set(found["settings"]) == {"backend", "cache_dir", "autotune", "jit", "log", "debug", "shadow"}
 
 
 def test_info_for_a_device_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:

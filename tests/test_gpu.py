@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -438,6 +442,51 @@ def test_memory_is_linear_in_the_sequence(deterministic: bool) -> None:
         extra.append(torch.cuda.max_memory_allocated() - before)
         del out, leaves
     assert extra[1] <= 5 * extra[0] + (4 << 20) and extra[2] <= 5 * extra[1]
+
+
+# --- tiles by the clock ---------------------------------------------------------------------------------------------
+
+_TUNED = """
+import torch, attnlib
+from attnlib_triton import tune
+
+timed, measure = [], tune._measured
+tune._measured = lambda *given: timed.append(given[0].kernel) or measure(*given)
+q, k, v = (torch.randn(2, 300, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2))
+dout = torch.randn_like(q)
+
+
+def step(backend, *leaves, seed=5):
+    out = attnlib.attention(*leaves, causal=True, dropout_p=0.1, dropout_seed=seed, backend=backend)
+    return [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+
+exact = step("reference", *(x.detach().double().requires_grad_() for x in (q, k, v)))
+torch.cuda.synchronize()
+before, random = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+found = [step("triton", q, k, v) for _ in range(4)]
+for one in found:
+    for got, want in zip(one, exact):
+        assert float((got.detach().double() - want.detach()).norm() / want.detach().norm()) < 0.02
+        assert got.isfinite().all()
+    assert all(torch.equal(a, b) for a, b in zip(one, found[0]))
+assert torch.equal(random, torch.cuda.get_rng_state())
+del found, one, got, want
+assert torch.cuda.memory_allocated() == before, (torch.cuda.memory_allocated(), before)
+print("timed", *timed)
+"""
+
+
+def test_tiles_by_the_clock(tmp_path: Path) -> None:
+    """The first process times and keeps a file for each kernel; the next finds them. Nothing else is different."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "ATTNLIB_AUTOTUNE": "1", "ATTNLIB_CACHE_DIR": str(tmp_path)}
+    for expected, jit in (("timed forward query_gradient key_gradient", "auto"), ("timed", "auto"), ("timed", "never")):
+        environment["ATTNLIB_JIT"] = jit
+        done = subprocess.run([sys.executable, "-c", _TUNED], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == expected
+        assert len(list((tmp_path / "cuda").glob("triton-tiles-*/tiles.json"))) == 3
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------

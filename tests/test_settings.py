@@ -17,6 +17,7 @@ def test_defaults_and_AB_080_forms():
     assert settings.parse({"ATTNLIB_BACKEND": " CPU "}).backend == "cpu"
     assert settings.parse({"ATTNLIB_BACKEND": "cuda:sm_80, cpu,"}).backend == "cuda:sm_80,cpu"
     parsed = settings.parse({"ATTNLIB_DEBUG": "Poison, shadow:0.25", "ATTNLIB_LOG": "jit", "ATTNLIB_JIT": " Never "})
+    assert [settings.parse({"ATTNLIB_AUTOTUNE": text}).autotune for text in ("", "0", " 1 ")] == [False, False, True]
     assert parsed.debug == {"poison"} and parsed.shadow == 0.25 and parsed.log == {"jit"} and parsed.jit == "never"
 
 
@@ -24,6 +25,7 @@ def test_defaults_and_AB_080_forms():
     ("name", "value", "text"),
     [
         ("ATTNLIB_JIT", "sometimes", "ATTNLIB_JIT: needs auto or never, got 'sometimes'"),
+        ("ATTNLIB_AUTOTUNE", "yes", "ATTNLIB_AUTOTUNE: needs 0 or 1, got 'yes'"),
         ("ATTNLIB_LOG", "all", "ATTNLIB_LOG: needs words of dispatch, jit, got 'all'"),
         ("ATTNLIB_DEBUG", "1", "ATTNLIB_DEBUG: needs words of bounds, poison, sync, shadow:RATE, got '1'"),
         ("ATTNLIB_DEBUG", "shadow:2", "shadow needs a rate from 0 to 1"),

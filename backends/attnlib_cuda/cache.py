@@ -97,12 +97,12 @@ def publish(name: str, files: Mapping[str, bytes], notes: Mapping[str, Any], *, 
     """Write an entry over one that is not intact, or over any. None: it could not be, and one warning said so."""
     where = store()
     if where.write is None:
-        _warn("memory", f"{where.why}; kernels are compiled into memory, again in each process")
+        warn("memory", f"{where.why}; kernels are compiled into memory, again in each process")
         return None
     try:
         return _publish(where.write, name, files, notes, replace)
     except OSError as error:
-        _warn("memory", f"{where.write}: {_words(error)}; kernels are compiled into memory, again in each process")
+        warn("memory", f"{where.write}: {_words(error)}; kernels are compiled into memory, again in each process")
         return None
 
 
@@ -229,7 +229,7 @@ def _resolve(explicit: str | None) -> Store:
     also = _private_fault(private) or _fault(private / "cuda", explicit=False)
     if also:
         return Store(readable, None, f"{why}; {also}")
-    _warn("private", f"{why}; kernels are kept in {private}. ATTNLIB_CACHE_DIR names another folder")
+    warn("private", f"{why}; kernels are kept in {private}. ATTNLIB_CACHE_DIR names another folder")
     return Store((*readable, private / "cuda"), private / "cuda")
 
 
@@ -306,7 +306,7 @@ def _words(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _warn(kind: str, text: str) -> None:
+def warn(kind: str, text: str) -> None:
     with _guard:
         if kind in _warned:
             return

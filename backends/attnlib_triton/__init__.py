@@ -84,7 +84,7 @@ class TritonBackend(BackendBase):
         from . import compile, figures
         from .plan import TritonPlan
 
-        found = dict(TritonPlan(problem, target).describe())
+        found = dict(TritonPlan(problem, target).describe(problem))
         if target.arch not in archs.AMD:
             return found
         noted = compile.recorded(problem, target.arch)

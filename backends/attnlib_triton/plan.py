@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from attnlib import settings
 from attnlib.backend import Target
 from attnlib.lru import LRU
 from attnlib.memory import allocate
 from attnlib.problem import AttentionProblem, Tensors
 
-from . import config, launch
-from .archs import Arch, arch_of
+from . import config, launch, tune
+from .archs import Arch, arch_of, interpreted
 from .config import Features, ForwardConfig, GradientConfig, Launch
 from .launch import Spec
 
@@ -75,7 +77,8 @@ class TritonPlan:
     def __init__(
         self, problem: AttentionProblem, target: Target, shape: Shapes | None = None, run: Run = launch.run
     ) -> None:
-        self._call = run
+        self._call, self._target = run, target
+        self._may_time = target.present and not shape and run is launch.run and not interpreted()
         self._index = target.index or 0
         self._arch = arch_of(target)
         wanted = dict(shape or {})
@@ -92,15 +95,21 @@ class TritonPlan:
         self._element = _NAMES[problem.dtype]
         self._forms: LRU[_Form | str] = LRU(256)
 
-    def describe(self) -> Mapping[str, Any]:
-        def told(c: Features, with_: Launch) -> dict[str, Any]:
-            return {"block_m": c.block_m, "block_n": c.block_n, "warps": with_.warps, "stages": with_.stages}
+    def describe(self, problem: AttentionProblem) -> Mapping[str, Any]:
+        """Tiles of the kernels, and where those are from: the table, the clock, or the table until they are timed."""
+        from .compile import operands
 
-        found: dict[str, Any] = {"kernel": "forward", **told(*self._kernels.forward)}
-        for name, chosen in self._kernels.gradients.items():
-            if name != "bias_gradient":
-                found[name] = told(*chosen)
-        return found
+        def told(kernel: str) -> dict[str, Any]:
+            chosen, origin = self._table(kernel, True), "table"
+            if self._may_time and settings.current().autotune:
+                call = _Call(problem, next(operands(problem)), self._kernels.forward[0].natural)
+                chosen, origin = tune.tell(self._asked(kernel, call), chosen)
+            c, with_ = chosen
+            sizes = {"block_m": c.block_m, "block_n": c.block_n, "warps": with_.warps, "stages": with_.stages}
+            return {**sizes, "tiles": origin}
+
+        gradients = {name: told(name) for name in self._kernels.gradients if name != "bias_gradient"}
+        return {"kernel": "forward", **told("forward"), **gradients}
 
     # ------------------------------------------------------------ launching
 
@@ -109,8 +118,36 @@ class TritonPlan:
             kernel, c, with_, tuple(sorted(types.items())), self._element, call.aligned, call.wide, call.small
         )  # fmt: skip
 
-    def _fitting(self, call: _Call) -> _Kernels:
-        return self._kernels if call.mappable else self._unmapped
+    def _table(self, kernel: str, mappable: bool) -> tuple[Any, Launch]:
+        kernels = self._kernels if mappable else self._unmapped
+        return kernels.forward if kernel == "forward" else kernels.gradients[kernel]
+
+    def _asked(self, kernel: str, call: _Call) -> tune.Asked:
+        maps = call.mappable and config.mappable(call.problem, self._arch)
+        return tune.Asked(kernel, call.problem, self._arch, self._index, maps, call.aligned, call.wide, call.small)
+
+    def _fitting(self, kernel: str, call: _Call, t: Tensors) -> tuple[Any, Launch]:
+        """A kernel's configuration: of the table, or the fastest where that was asked for."""
+        table = self._table(kernel, call.mappable)
+        if not (self._may_time and settings.current().autotune):
+            return table
+        found = tune.choose(self._asked(kernel, call), table, functools.partial(self._trial, kernel, call.problem, t))
+        call.settled = call.settled and found is not None
+        return found or table
+
+    def _trial(self, kernel: str, problem: AttentionProblem, t: Tensors) -> tune.Trial:
+        """How a shape is tried: as a plan of its own, on the operands of a call, into results that all shapes share."""
+        own = dataclasses.replace(t, dq=None, dk=None, dv=None, dbias=None, dsinks=None)
+        for name in tune.RESULTS[kernel]:
+            if (x := getattr(t, name)) is not None:
+                setattr(own, name, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device))
+
+        def trial(shape: config.Shape) -> Callable[[], None]:
+            forward = kernel == "forward"
+            plan = TritonPlan(problem, self._target, shape._asdict() if forward else {kernel: shape._asdict()})
+            return functools.partial(plan.forward if forward else plan.backward, problem, own)
+
+        return trial
 
     def _run(self, call: _Call, spec: Spec, programs: int, values: Mapping[str, Any], parts: int = 1) -> None:
         grid = (programs, parts)
@@ -127,8 +164,8 @@ class TritonPlan:
 
     def _keep(self, call: _Call, t: Tensors, backward: bool) -> None:
         """Have _again() do what was just done."""
-        if self._call is not launch.run:
-            return  # nothing was launched
+        if self._call is not launch.run or not call.settled:
+            return  # nothing was launched, or the next call may have other tiles
         key = _form_key(call.problem, t, backward)
         if self._forms.get(key) is None:
             self._forms.put(key, _ONCE)  # most forms of a decoding loop never return
@@ -148,7 +185,7 @@ class TritonPlan:
         if self._again(problem, t, False):
             return
         call = _Call(problem, t, self._kernels.forward[0].natural)
-        c, with_ = self._fitting(call).forward
+        c, with_ = self._fitting("forward", call, t)
         if t.k_new is not None and t.v_new is not None:
             self._append(problem, t, call)
         per_tile = c.block_m // problem.group if c.pack else c.block_m
@@ -225,7 +262,7 @@ class TritonPlan:
     def _query_gradient(
         self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any], dbias: torch.Tensor | None
     ) -> None:
-        c, with_ = self._fitting(call).gradients["query_gradient"]
+        c, with_ = self._fitting("query_gradient", call, t)
         c = dataclasses.replace(c, query=t.dq is not None, bias_store=dbias is not None)
         tiles, units = _tiles(problem, c.block_m, problem.num_heads_q)
         own = values | _map_strides("dbias", dbias) | _strides("dq", t.q if t.dq is None else t.dq, problem.packed)
@@ -234,7 +271,7 @@ class TritonPlan:
         self._run(call, spec, tiles * units, own)
 
     def _key_gradient(self, problem: AttentionProblem, t: Tensors, call: _Call, values: dict[str, Any]) -> None:
-        c, with_ = self._fitting(call).gradients["key_gradient"]
+        c, with_ = self._fitting("key_gradient", call, t)
         c = dataclasses.replace(c, keys=t.dk is not None, values=t.dv is not None)
         paged = problem.page_size is not None
         targets = {"dk": t.dk, "dv": t.dv}
@@ -346,11 +383,13 @@ class _Form:
 class _Call:
     """What the kernels of one call share: arguments by name, and how operands lie in memory.
 
-    natural: whether scores are, as in Features. launches and workspaces say what the call did.
+    natural: whether scores are, as in Features. launches and workspaces say what the call did; settled: whether the
+    next one does the same.
     """
 
     def __init__(self, problem: AttentionProblem, t: Tensors, natural: bool) -> None:
         self.problem, self._device = problem, t.q.device
+        self.settled = True
         self.launches: list[tuple[Spec, tuple[int, int], Mapping[str, Any]]] = []
         self.workspaces: list[torch.Tensor] = []
         paged = problem.page_size is not None
