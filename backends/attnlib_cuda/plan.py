@@ -314,6 +314,11 @@ class CudaPlan:
         stream, packed = _stream(self._index), problem.packed
         rows = allocate((ready.rows,), torch.float32, t.q.device)
         dq_sum = allocate((ready.dq_sum,), torch.float32, t.q.device)
+        counters = None  # held until the launch, and zero before the kernel ahead of it begins
+        if ready.order:
+            counters = torch.zeros(ready.order, dtype=torch.int32, device=t.q.device)
+        elif isinstance(ready.main, MappedStep):
+            counters = ticket_of(self._index, stream)
         work = {
             "rows": rows.data_ptr(), "dq_sum": dq_sum.data_ptr(), "lse": t.lse.data_ptr(),
             "q_lens": _address(t.q_lens), "cu_q": _address(t.cu_seqlens_q),
@@ -335,12 +340,9 @@ class CudaPlan:
                 _put(main, tensor, names, packed)
         if t.dbias is not None:
             _put(main, t.dbias, _DBIAS)
-        if ready.order:
-            order = torch.zeros(ready.order, dtype=torch.int32, device=t.q.device)
-            main["order"] = order.data_ptr()
-            main["ticket"] = main["order"] + 4 * (ready.order - 1)
-        elif isinstance(ready.main, MappedStep):
-            main["ticket"] = ticket_of(self._index, stream).data_ptr()
+        if counters is not None:
+            main["order"] = counters.data_ptr()  # the ticket is the last
+            main["ticket"] = main["order"] + 4 * (counters.numel() - 1)
         ready.main.run(ready.main.layout.filled(main), stream, problem, t)
 
         if t.dq is not None:

@@ -50,7 +50,9 @@ class MappedStep(Step):
         if self.ticket is not None:
             members += ticket_of(self.ticket, stream).data_ptr().to_bytes(8, "little")
         struct = params.with_maps(maps, members, self.size)
-        self.kernel.launch(self.grid, stream, struct, self.shared, pdl=self.early, problem=problem)
+        copied = any(x is not getattr(t, field) for x, (field, _) in zip(operands, self.boxes, strict=True))
+        early = self.early and not copied  # what is loaded before the kernel ahead has ended must be there by then
+        self.kernel.launch(self.grid, stream, struct, self.shared, pdl=early, problem=problem)
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:

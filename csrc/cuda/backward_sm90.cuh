@@ -141,6 +141,7 @@ __device__ __forceinline__ void plan_tiles(const BackwardMapsParams& params, uin
             for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, tile.head_kv, tile.batch, base + T::keys_full, once);
         }
         if constexpr (T::persistent) {
+            ptx::wait_dependency<Config>();   // a kernel ahead may draw from the same counter, or set it to zero
             const int drawn = atomicAdd(address<int>(p.ticket), 1);
             if (drawn == tiles - 1) *address<int>(p.ticket) = 0;   // the last ticket: one for each tile
             block = drawn + static_cast<int>(gridDim.x);
