@@ -150,6 +150,23 @@ def test_graph_of_a_decode_step_follows_its_lengths() -> None:
     assert torch.equal(out, want)
 
 
+def test_graph_of_a_backward_whose_keys_repeat() -> None:
+    """Keys that repeat in memory are copied for their tensor maps, beside the counter that hands out tiles."""
+    q, k, v = (x.requires_grad_() for x in operands(batch=40, seqlen=32, heads=4, heads_kv=1))
+    dout = randn(*q.shape, seed=3)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = attend(q, k.expand(-1, -1, 4, -1), v.expand(-1, -1, 4, -1), causal=True)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    want = step()
+    graph, got = captured(step)
+    for _ in range(2):
+        graph.replay()
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("capture", [False, True])
 def test_gradients_of_pages(capture: bool) -> None:
     """Two sequences that share their first page, and a page of nobody: equal to packed keys, also in a graph."""
