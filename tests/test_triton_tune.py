@@ -77,7 +77,7 @@ class Device:
         self.timed: list[Shape] = []
         self.capturing = False
         self.fail: Callable[[Spec], Exception | None] = lambda spec: None
-        self.seconds: Callable[[Shape], float] = lambda shape: 1.0 if shape == BEST else 2.0
+        self.seconds: Callable[[Shape], float] = lambda shape: 2.0 - (shape[:2] == BEST[:2]) / 2 - (shape == BEST) / 2
 
     def load(self, spec: Spec, arch: str, index: int) -> Any:
         def start(*given: Any) -> None:
@@ -145,14 +145,14 @@ def test_the_fastest_is_launched_and_found_by_the_next_process(device, tmp_path,
     p = problem()
     t = tensors(p)
     run(p, t)
-    assert len(files(tmp_path)) == 3 and len(set(device.timed)) > 10
+    assert len(files(tmp_path)) == 3 and len(set(device.timed)) >= 10
     assert device.shapes() == dict.fromkeys(KERNELS, BEST)
     device.timed.clear()
     forget(monkeypatch)
     for _ in range(3):
         made = run(p, t)
         monkeypatch.setattr(cache, "find", unexpected)  # what is decided needs no file
-    assert not device.timed and device.shapes() == dict.fromkeys(KERNELS, BEST)
+    assert device.timed == [BEST] * 3 and device.shapes() == dict.fromkeys(KERNELS, BEST)  # once, to see that it runs
     run(p, t, made)
     assert len(made._forms) == 2  # kept, as without the clock
 
@@ -171,7 +171,7 @@ def test_other_forms_are_timed(device, tmp_path, more):
 
 
 def test_the_table_stays_where_nothing_is_clearly_faster(device, tmp_path):
-    device.seconds = lambda shape: 0.99 if shape == BEST else 1.0
+    device.seconds = lambda shape: 0.99 if shape[:2] == BEST[:2] else 1.0
     p = problem()
     run(p, tensors(p))
     assert device.shapes() == {kernel: tune.candidates(one, table_of(one))[0]
@@ -197,7 +197,7 @@ def test_operands_that_the_copy_engine_cannot_fetch_are_a_form_of_their_own(devi
     made, t = TritonPlan(p, GPU), tensors(p)
     made.forward(p, t)
     device.timed.clear()
-    device.seconds = lambda shape: 1.0 if shape[:4] == BEST[:4] else 2.0
+    device.seconds = lambda shape: 2.0 - (shape[:2] == BEST[:2]) / 2 - (shape[:4] == BEST[:4]) / 2
     made.forward(p, replace(t, k=t.k[:, :1].expand(t.k.shape)))
     assert device.timed and not any(shape.maps for shape in device.timed)
     assert device.shapes()["forward"] == BEST._replace(maps=False) and len(files(tmp_path)) == 2
@@ -212,7 +212,8 @@ def test_two_threads_time_once(device):
     for thread in threads:
         thread.join()
     rounds = tune._WARM + tune._TIMED
-    assert {device.timed.count(shape) for shape in device.timed} == {rounds}
+    counts = sorted(device.timed.count(shape) for shape in set(device.timed))
+    assert counts == [rounds] * (len(counts) - 1) + [2 * rounds], "the fastest tile is timed again beside its variants"
 
 
 # --- what is left alone -----------------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def test_memory_that_runs_out_leaves_the_table(device, tmp_path, error):
         made.forward(p, t)
         count = len(device.timed)
         assert device.shapes()["forward"] == shape_of(Spec("forward", *made._kernels.forward))
-    assert 0 < count == len(device.timed) < 20, "it was tried again"
+    assert 0 < count == len(device.timed) < 60, "it was tried again"
     assert not files(tmp_path) and len(made._forms) == 1
 
 
@@ -320,6 +321,54 @@ def test_all_that_fail_leave_the_table(device, monkeypatch):
     for _ in range(2):
         TritonPlan(p, GPU).forward(p, tensors(p))
     assert len(device.timed) == len(tune.candidates(asked(), table_of(asked())))
+
+
+def test_a_fixed_order_has_the_tables_tiles(device, tmp_path):
+    """What is deterministic is the same in every process, whatever was timed there."""
+    p = problem(deterministic=True)
+    made = run(p, tensors(p))
+    assert not device.timed and not files(tmp_path)
+    assert {told["tiles"] for told in (made.describe(p), made.describe(p)["key_gradient"])} == {"table"}
+
+
+def test_the_first_process_to_store_decides(device, tmp_path, monkeypatch):
+    """Another one that timed at the same moment takes what is there."""
+    p, seen = problem(grads=()), []
+    stored = tune._stored
+
+    def late(one: tune.Asked) -> Any:
+        seen.append(one)
+        return None if len(seen) == 2 else stored(one)  # as if nothing were there when timing begins
+
+    TritonPlan(p, GPU).forward(p, tensors(p))
+    forget(monkeypatch)
+    device.seconds = lambda shape: 1.0 if shape[:2] == (128, 64) else 2.0
+    monkeypatch.setattr(tune, "_stored", lambda one: late(one))
+    seen.append(None)
+    TritonPlan(p, GPU).forward(p, tensors(p))
+    assert len(seen) > 2 and device.shapes()["forward"] == BEST
+
+
+def test_a_stored_choice_that_fails_is_timed_again(device, tmp_path, monkeypatch):
+    p = problem(grads=())
+    TritonPlan(p, GPU).forward(p, tensors(p))
+    forget(monkeypatch)
+    device.fail = lambda spec: RuntimeError("too many registers") if shape_of(spec) == BEST else None
+    TritonPlan(p, GPU).forward(p, tensors(p))
+    taken = device.shapes()["forward"]
+    assert taken != BEST and len(files(tmp_path)) == 1
+    forget(monkeypatch)
+    device.timed.clear()
+    TritonPlan(p, GPU).forward(p, tensors(p))
+    assert device.shapes()["forward"] == taken and len(device.timed) == 1
+
+
+def test_the_gradient_of_a_broadcast_bias_is_no_part_of_a_trial(device):
+    p = problem(bias=torch.float32, grads=("q", "k", "v", "bias"))
+    t = tensors(p)
+    run(p, replace(t, dbias=torch.zeros(1, 1, 1, 300).expand(t.dbias.shape)))
+    assert sum(spec.kernel == "bias_gradient" for spec, _ in device.launched) == 1
+    assert tune.key_of(asked("query_gradient", p)) != tune.key_of(asked("query_gradient", p, stores=True))
 
 
 # --- capture and ATTNLIB_JIT=never ------------------------------------------------------------------------------------
@@ -424,7 +473,7 @@ def test_a_damaged_file_is_a_warning_and_replaced(device, tmp_path, monkeypatch,
     forget(monkeypatch)
     device.timed.clear()
     run(p, tensors(p))
-    assert not device.timed
+    assert device.timed == [BEST] * 2, "what is stored is tried once, and not timed again"
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(device, tmp_path):

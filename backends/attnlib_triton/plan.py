@@ -101,9 +101,10 @@ class TritonPlan:
 
         def told(kernel: str) -> dict[str, Any]:
             chosen, origin = self._table(kernel, True), "table"
-            if self._may_time and settings.current().autotune:
-                call = _Call(problem, next(operands(problem)), self._kernels.forward[0].natural)
-                chosen, origin = tune.tell(self._asked(kernel, call), chosen)
+            if self._timed(problem):
+                t = next(operands(problem))
+                call = _Call(problem, t, self._kernels.forward[0].natural)
+                chosen, origin = tune.tell(self._asked(kernel, call, t), chosen)
             c, with_ = chosen
             sizes = {"block_m": c.block_m, "block_n": c.block_n, "warps": with_.warps, "stages": with_.stages}
             return {**sizes, "tiles": origin}
@@ -122,16 +123,24 @@ class TritonPlan:
         kernels = self._kernels if mappable else self._unmapped
         return kernels.forward if kernel == "forward" else kernels.gradients[kernel]
 
-    def _asked(self, kernel: str, call: _Call) -> tune.Asked:
+    def _timed(self, problem: AttentionProblem) -> bool:
+        """Whether the clock decides: not where the last bits, which tiles decide, are to be the same in every call."""
+        return self._may_time and settings.current().autotune and not problem.deterministic
+
+    def _asked(self, kernel: str, call: _Call, t: Tensors) -> tune.Asked:
         maps = call.mappable and config.mappable(call.problem, self._arch)
-        return tune.Asked(kernel, call.problem, self._arch, self._index, maps, call.aligned, call.wide, call.small)
+        stores = kernel == "query_gradient" and t.dbias is not None and not _is_shared(t.dbias)
+        memory = maps, call.aligned, call.wide, call.small
+        return tune.Asked(kernel, call.problem, self._arch, self._index, *memory, stores)
 
     def _fitting(self, kernel: str, call: _Call, t: Tensors) -> tuple[Any, Launch]:
         """A kernel's configuration: of the table, or the fastest where that was asked for."""
         table = self._table(kernel, call.mappable)
-        if not (self._may_time and settings.current().autotune):
+        if not self._timed(call.problem):
             return table
-        found = tune.choose(self._asked(kernel, call), table, functools.partial(self._trial, kernel, call.problem, t))
+        found = tune.choose(
+            self._asked(kernel, call, t), table, functools.partial(self._trial, kernel, call.problem, t)
+        )
         call.settled = call.settled and found is not None
         return found or table
 
@@ -139,7 +148,7 @@ class TritonPlan:
         """How a shape is tried: as a plan of its own, on the operands of a call, into results that all shapes share."""
         own = dataclasses.replace(t, dq=None, dk=None, dv=None, dbias=None, dsinks=None)
         for name in tune.RESULTS[kernel]:
-            if (x := getattr(t, name)) is not None:
+            if (x := getattr(t, name)) is not None and not (name == "dbias" and _is_shared(x)):
                 setattr(own, name, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device))
 
         def trial(shape: config.Shape) -> Callable[[], None]:
@@ -242,9 +251,7 @@ class TritonPlan:
         }  # fmt: skip
         sized = {"units": units, "tiles": tiles}
         self._run(call, self._spec("rows", small, with_, call), tiles * units, values | sized)
-        shared = t.dbias is not None and any(
-            stride == 0 and size > 1 for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)
-        )
+        shared = t.dbias is not None and _is_shared(t.dbias)
         if t.dq is not None or (t.dbias is not None and not shared):
             self._query_gradient(problem, t, call, values, t.dbias if not shared else None)
         if t.dk is not None or t.dv is not None:
@@ -341,6 +348,11 @@ def _form_key(problem: AttentionProblem, t: Tensors, backward: bool) -> tuple[An
     """All that the launches of a call depend on, but for addresses."""
     forms = [None if x is None else (x.shape, x.stride(), x.data_ptr() & 15) for x in t.__dict__.values()]
     return (id(problem), backward, *forms)
+
+
+def _is_shared(dbias: torch.Tensor) -> bool:
+    """Whether it is the gradient of a broadcast bias, which a kernel of its own adds up."""
+    return any(stride == 0 and size > 1 for size, stride in zip(dbias.shape, dbias.stride(), strict=True))
 
 
 class _Form:

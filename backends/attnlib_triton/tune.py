@@ -7,6 +7,7 @@ is all that decides which tiles fit or are fast (`key_of`). What cannot be timed
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -53,6 +54,7 @@ class Asked(NamedTuple):
     aligned: bool
     wide: bool
     small: bool
+    stores: bool = False  # the gradient of a bias, beside dq's
 
 
 def choose(asked: Asked, table: Choice, prepare: Callable[[], Trial]) -> Choice | None:
@@ -61,16 +63,21 @@ def choose(asked: Asked, table: Choice, prepare: Callable[[], Trial]) -> Choice 
     table: what config.py chooses. prepare: allocates results, and returns what makes a call of a shape.
     """
     place = settings.current(), key_of(asked)
-    found = _decided.get(place) or _stored(asked)
-    if found is None and place[0].jit == "never":
-        found = table
-    if found is None:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        with _timing:
-            found = _decided.get(place) or _measured(asked, table, prepare)
+    found = _decided.get(place)
+    if found is not None:
+        return found
+    if place[0].jit == "never":
+        return _decided.setdefault(place, _stored(asked) or table)
+    if torch.cuda.is_current_stream_capturing():
+        return _stored(asked)
+    with _timing:
+        found = _decided.get(place)
+        if found is None:
+            stored = _stored(asked)
+            useless = stored is not None and bool(_timed([_shape(stored)], prepare, 1)[1])
+            found = _measured(asked, table, prepare, useless) if stored is None or useless else stored
             _decided[place] = found
-    return _decided.setdefault(place, found)
+    return found
 
 
 def tell(asked: Asked, table: Choice) -> tuple[Choice, str]:
@@ -139,29 +146,51 @@ def _made(asked: Asked, shape: Shape) -> Choice:
     return config.gradient(asked.problem, asked.arch, asked.kernel, shape._asdict())
 
 
+def _shape(choice: Choice) -> Shape:
+    c, with_ = choice
+    return Shape(c.block_m, c.block_n, with_.warps, with_.stages, with_.registers, c.maps)
+
+
 def candidates(asked: Asked, table: Choice) -> list[Shape]:
-    """The shapes that are timed, the table's first."""
+    """The tiles that are timed first, the table's at their head: all with its stages, and its way to fetch."""
     (c, with_), p, forward = table, asked.problem, asked.kernel == "forward"
     most = 64 * 64 if c.single else 128 * 128 if forward else 128 * 64
     rows = (32, 64, 128) if not forward else (64, 128) if config.rows(p) == 128 else (config.rows(p),)
-    found = [Shape(c.block_m, c.block_n, with_.warps, with_.stages, with_.registers, c.maps)]
+    found = [_shape(table)]
     for m, n in ((m, n) for m in rows for n in (32, 64, 128) if m * n <= most):
         warps = 8 if m * n * max(64, p.head_dim, p.head_dim_v) > 128 * 64 * 64 else 4
-        for stages in (1,) if asked.arch.amd else (2, 3):
-            for maps in sorted({c.maps, asked.maps}):
-                shape = Shape(m, n, warps, stages, 0, maps)
-                try:
-                    _made(asked, shape)
-                except ValueError:
-                    continue
-                found += [shape] if shape not in found else []
+        found.append(Shape(m, n, warps, with_.stages, 0, c.maps))
+    return _fitting(asked, found)
+
+
+def variants(asked: Asked, shape: Shape) -> list[Shape]:
+    """What is timed then: the fastest tile, with other stages and the other way to fetch."""
+    stages = {1, shape.stages} if asked.arch.amd else {2, 3, shape.stages}
+    ways = [(s, maps) for s in sorted(stages) for maps in sorted({shape.maps, asked.maps})]
+    return _fitting(asked, [shape, *(shape._replace(stages=s, maps=maps, registers=0) for s, maps in ways)])
+
+
+def _fitting(asked: Asked, shapes: list[Shape]) -> list[Shape]:
+    found: list[Shape] = []
+    for shape in dict.fromkeys(shapes):
+        with contextlib.suppress(ValueError):
+            _made(asked, shape)
+            found.append(shape)
     return found
 
 
-def _measured(asked: Asked, table: Choice, prepare: Callable[[], Trial]) -> Choice:
-    """The fastest, kept in the cache; the table's if nothing could be timed."""
-    first, *others = candidates(asked, table)
-    seconds, failed = _timed([first, *others], prepare)
+def _measured(asked: Asked, table: Choice, prepare: Callable[[], Trial], replace: bool) -> Choice:
+    """The fastest, kept in the cache unless another process was there before: then that one's, so that all have the
+    same; the table's if nothing could be timed. replace: what is stored is of no use."""
+    first = _shape(table)
+    try:
+        trial = prepare()
+    except Exception:
+        return table
+    seconds, failed = _timed(candidates(asked, table), lambda: trial)
+    if seconds:
+        again, why = _timed(variants(asked, min(seconds, key=lambda shape: seconds[shape])), lambda: trial)
+        seconds, failed = {**seconds, **again} if again else {}, failed + why
     if "jit" in settings.current().log:
         _log.info("triton: %s: timed %s; failed: %s", asked.kernel, seconds, failed)
     if not seconds:
@@ -169,18 +198,22 @@ def _measured(asked: Asked, table: Choice, prepare: Callable[[], Trial]) -> Choi
     # what is within the clock's noise does not differ from process to process
     best = min(seconds, key=lambda shape: seconds[shape] * (0.98 if shape == first else 1.0))
     notes = {"key": key_of(asked), "seconds": [[*shape, own] for shape, own in seconds.items()], "failed": failed}
-    cache.publish(_entry(asked), {"tiles.json": json.dumps(best._asdict()).encode()}, notes, replace=True)
-    return table if best == first else _made(asked, best)
+    own = table if best == first else _made(asked, best)
+    replace = replace or (cache.find(_entry(asked)) is not None and _stored(asked) is None)
+    cache.publish(_entry(asked), {"tiles.json": json.dumps(best._asdict()).encode()}, notes, replace=replace)
+    return own if replace else _stored(asked) or own
 
 
-def _timed(shapes: list[Shape], prepare: Callable[[], Trial]) -> tuple[dict[Shape, float], list[str]]:
+def _timed(
+    shapes: list[Shape], prepare: Callable[[], Trial], calls_each: int = _WARM + _TIMED
+) -> tuple[dict[Shape, float], list[str]]:
     """Seconds of a call by shape, the median of some; none if memory runs out. And why others failed."""
     calls: dict[Shape, Callable[[], None]] = {}
     samples: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     failed = []
     try:
         trial = prepare()
-        for shape in shapes * (_WARM + _TIMED):
+        for shape in shapes * calls_each:
             try:
                 if shape in samples:
                     calls[shape] = calls.get(shape) or trial(shape)
@@ -192,7 +225,7 @@ def _timed(shapes: list[Shape], prepare: Callable[[], Trial]) -> tuple[dict[Shap
                 failed.append(f"{tuple(shape)}: {error}")
     except Exception as error:
         return {}, [str(error)]
-    return {shape: statistics.median(own[_WARM:]) for shape, own in samples.items()}, failed
+    return {shape: statistics.median(own[_WARM:] or own) for shape, own in samples.items()}, failed
 
 
 def _seconds(call: Callable[[], None]) -> float:
