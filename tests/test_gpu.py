@@ -425,22 +425,20 @@ def test_tickets_are_zero_after_a_call(packed: bool) -> None:
     else:
         leaves = [x.requires_grad_() for x in operands(seqlen=1500)]
 
-    def call() -> torch.Tensor:
-        if packed:
-            return attnlib.attention_varlen(*leaves, cu, cu, causal=True, backend=NAME)
-        return attend(*leaves, causal=True)
+    def results(backend: str) -> list[torch.Tensor]:
+        more = {"causal": True, "backend": backend}
+        out = attnlib.attention_varlen(*leaves, cu, cu, **more) if packed else attnlib.attention(*leaves, **more)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    found = []
+    other = [x.float() for x in results(f"{NAME}:sm_80")]  # whose blocks draw nothing
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.current_stream()):
         with torch.cuda.stream(stream):
             torch.cuda.synchronize()
-            out = call()
-            found.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+            found = results(NAME)
             torch.cuda.synchronize()
-            assert not any(ticket.item() for ticket in steps._tickets.values())
-    for again in found[1:]:
-        for x, y in zip(found[0], again, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+        assert not any(ticket.item() for ticket in steps._tickets.values())
+        for x, y in zip(found, other, strict=True):
+            assert float((x.float() - y).norm() / y.norm()) < 0.02
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

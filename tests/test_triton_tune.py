@@ -363,6 +363,18 @@ def test_a_stored_choice_that_fails_is_timed_again(device, tmp_path, monkeypatch
     assert device.shapes()["forward"] == taken and len(device.timed) == 1
 
 
+def test_memory_that_runs_out_says_nothing_of_a_stored_choice(device, tmp_path, monkeypatch):
+    p = problem(grads=())
+    TritonPlan(p, GPU).forward(p, tensors(p))
+    (file,) = files(tmp_path)
+    kept = file.read_bytes()
+    forget(monkeypatch)
+    device.timed.clear()
+    monkeypatch.setattr(tune, "_seconds", lambda call: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    TritonPlan(p, GPU).forward(p, tensors(p))
+    assert device.shapes()["forward"] == BEST and not device.timed and file.read_bytes() == kept
+
+
 def test_the_gradient_of_a_broadcast_bias_is_no_part_of_a_trial(device):
     p = problem(bias=torch.float32, grads=("q", "k", "v", "bias"))
     t = tensors(p)

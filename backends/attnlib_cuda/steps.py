@@ -45,13 +45,14 @@ class MappedStep(Step):
     ticket: int | None = None
 
     def run(self, members: bytes, stream: int, problem: AttentionProblem, t: Tensors) -> None:
-        operands = [_spread(getattr(t, field)) for field, _ in self.boxes]  # kept until the launch
+        given = [getattr(t, field) for field, _ in self.boxes]
+        operands = [_spread(x) for x in given]  # kept until the launch
         maps = [operand_map(x, rows) for x, (_, rows) in zip(operands, self.boxes, strict=True)]
         if self.ticket is not None:
             members += ticket_of(self.ticket, stream).data_ptr().to_bytes(8, "little")
         struct = params.with_maps(maps, members, self.size)
-        copied = any(x is not getattr(t, field) for x, (field, _) in zip(operands, self.boxes, strict=True))
-        early = self.early and not copied  # what is loaded before the kernel ahead has ended must be there by then
+        # What is loaded before the kernel ahead has ended must be there by then: copies are not.
+        early = self.early and all(x is y for x, y in zip(given, operands, strict=True))
         self.kernel.launch(self.grid, stream, struct, self.shared, pdl=early, problem=problem)
 
 

@@ -74,8 +74,10 @@ def choose(asked: Asked, table: Choice, prepare: Callable[[], Trial]) -> Choice 
         found = _decided.get(place)
         if found is None:
             stored = _stored(asked)
-            useless = stored is not None and bool(_timed([_shape(stored)], prepare, 1)[1])
-            found = _measured(asked, table, prepare, useless) if stored is None or useless else stored
+            if stored is not None and _runs(stored, prepare):
+                found = stored
+            else:
+                found = _measured(asked, table, prepare, replace=stored is not None)
             _decided[place] = found
     return found
 
@@ -187,9 +189,9 @@ def _measured(asked: Asked, table: Choice, prepare: Callable[[], Trial], replace
         trial = prepare()
     except Exception:
         return table
-    seconds, failed = _timed(candidates(asked, table), lambda: trial)
+    seconds, failed = _timed(candidates(asked, table), trial)
     if seconds:
-        again, why = _timed(variants(asked, min(seconds, key=lambda shape: seconds[shape])), lambda: trial)
+        again, why = _timed(variants(asked, min(seconds, key=lambda shape: seconds[shape])), trial)
         seconds, failed = {**seconds, **again} if again else {}, failed + why
     if "jit" in settings.current().log:
         _log.info("triton: %s: timed %s; failed: %s", asked.kernel, seconds, failed)
@@ -204,28 +206,35 @@ def _measured(asked: Asked, table: Choice, prepare: Callable[[], Trial], replace
     return own if replace else _stored(asked) or own
 
 
-def _timed(
-    shapes: list[Shape], prepare: Callable[[], Trial], calls_each: int = _WARM + _TIMED
-) -> tuple[dict[Shape, float], list[str]]:
+def _runs(choice: Choice, prepare: Callable[[], Trial]) -> bool:
+    """Whether a choice that was stored can be launched here. Memory that runs out says nothing about it."""
+    try:
+        _seconds(prepare()(_shape(choice)))
+    except Exception as error:
+        return _is_memory(error)
+    return True
+
+
+def _is_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def _timed(shapes: list[Shape], trial: Trial) -> tuple[dict[Shape, float], list[str]]:
     """Seconds of a call by shape, the median of some; none if memory runs out. And why others failed."""
     calls: dict[Shape, Callable[[], None]] = {}
     samples: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     failed = []
-    try:
-        trial = prepare()
-        for shape in shapes * calls_each:
-            try:
-                if shape in samples:
-                    calls[shape] = calls.get(shape) or trial(shape)
-                    samples[shape].append(_seconds(calls[shape]))
-            except Exception as error:
-                if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-                    raise
-                del samples[shape]
-                failed.append(f"{tuple(shape)}: {error}")
-    except Exception as error:
-        return {}, [str(error)]
-    return {shape: statistics.median(own[_WARM:] or own) for shape, own in samples.items()}, failed
+    for shape in shapes * (_WARM + _TIMED):
+        try:
+            if shape in samples:
+                calls[shape] = calls.get(shape) or trial(shape)
+                samples[shape].append(_seconds(calls[shape]))
+        except Exception as error:
+            if _is_memory(error):
+                return {}, [str(error)]
+            del samples[shape]
+            failed.append(f"{tuple(shape)}: {error}")
+    return {shape: statistics.median(own[_WARM:]) for shape, own in samples.items()}, failed
 
 
 def _seconds(call: Callable[[], None]) -> float:
