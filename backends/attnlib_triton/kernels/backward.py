@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .call import Lengths, Map, Place, Rows, Scalars, call_of
 from .chunks import added, load, load_keys, load_queries, only, scaled, store, zeros
-from .dropout import keeps
+from .dropout import keeps, kept_of
 from .products import add_product, scores_dot, values_dot
 from .scores import LOG2E, any_block, at_keys, inside, scores, visible
 from .tokens import bounded, head_of, key_range, own_tile, row_zero, sequence
@@ -129,7 +129,7 @@ def _gradients(x, dp, figures, place, seq, call, EDGE: tl.constexpr, TRANSPOSED:
     kept = p
     if C.dropout:
         keep = keeps(call.seed, place, call.scalars.threshold, C.block_m, C.block_n, TRANSPOSED, C.ptx)
-        kept = tl.where(keep, p, 0.0)
+        kept = kept_of(p, keep, C.ptx)
         dp = tl.where(keep, dp * call.scalars.keep_scale, 0.0)
     ds = p * (dp - delta)
     bent = ds

@@ -55,3 +55,12 @@ def keeps(seed, place, threshold, M: tl.constexpr, N: tl.constexpr, TRANSPOSED: 
     # what 65536 leaves, one in 2^32, is multiplied by 0
     bound = tl.where(threshold >= 65536, 0xFFFFFFFF, threshold.to(tl.uint32) << 16).to(tl.uint32)
     return numbers >= bound
+
+
+@triton.jit
+def kept_of(x, keep, PTX: tl.constexpr):
+    """x where kept, else 0. The compiler would round first and then choose, which takes apart pairs of halves."""
+    x = tl.where(keep, x, 0.0)
+    if PTX:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .call import Place, Rows, call_of
 from .chunks import added, flipped, load, load_keys, only, scaled, store, zeros
-from .dropout import keeps
+from .dropout import keeps, kept_of
 from .products import add_product, scores_dot
 from .scores import LN2, LOG2E, any_block, at_keys, scores, visible
 from .tokens import head_of, key_range, own_tile, row_zero, sequence
@@ -56,7 +56,7 @@ def _take(state, q, q_rows, kv_head, place, seq, call, EDGE: tl.constexpr, C: tl
     p, highest, correction, total = _weights(x, m, total, place, seq, call, EDGE, C)
     if C.dropout:
         kept = keeps(call.seed, place, call.scalars.threshold, M, N, False, C.ptx)
-        p = tl.where(kept, p, 0.0)
+        p = kept_of(p, kept, C.ptx)
     return add_product(p, v, scaled(acc, correction[:, None]), C), highest, total
 
 
