@@ -466,7 +466,7 @@ import torch, attnlib
 from attnlib_triton import tune
 
 timed, measure = [], tune._measured
-tune._measured = lambda *given: timed.append(given[0].kernel) or measure(*given)
+tune._measured = lambda *given, **how: timed.append(given[0].kernel) or measure(*given, **how)
 q, k, v = (torch.randn(2, 300, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2))
 dout = torch.randn_like(q)
 

@@ -67,7 +67,8 @@ class BackwardConfig(Features):
     """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh.
 
     split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. order: they
-    take turns with their products. Unless deterministic, there are as many blocks as multiprocessors, which draw tiles.
+    take turns with their products. dq_first: of a step's products, before dV. held: exponentials end before dP is
+    awaited. Unless deterministic, there are as many blocks as multiprocessors, which draw tiles.
     """
 
     deterministic: bool
@@ -77,6 +78,8 @@ class BackwardConfig(Features):
     columns: int
     columns_v: int
     order: bool
+    dq_first: bool
+    held: bool
     pack: bool = False
 
     entry = "backward_sm90"
@@ -111,7 +114,8 @@ _FORWARD_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "q_in_registers": (False, True), "out_panels": (0, 1, 2),
 }  # fmt: skip
 _BACKWARD_FIELDS: Mapping[str, tuple[Any, ...]] = {
-    "split": (False, True), "block_q": (64, 128), "order": (False, True),
+    "split": (False, True), "block_q": (64, 128), "order": (False, True), "dq_first": (False, True),
+    "held": (False, True),
 }  # fmt: skip
 
 
@@ -181,6 +185,14 @@ def size_class(problem: AttentionProblem, target: device.DeviceInfo) -> Hashable
     return tuple(hopper_shapes.table().find(kernel, problem).seqlen for kernel in hopper_shapes.KERNELS)
 
 
+def section(config: BackwardConfig, key_tiles: int, target: device.DeviceInfo) -> int:
+    """Heads whose tiles the backward interleaves, key_tiles each: eight tiles for each multiprocessor, so that the last
+    section has short ones to end with; and so few that about four tiles of a head (eight of 64 keys) run at a time and
+    find each other's queries in L2. A power of two, which most often divides all heads."""
+    fitting = min(target.sm_count * config.block_k // 512, 8 * target.sm_count // max(key_tiles, 1))
+    return 1 << max(1, fitting).bit_length() - 1
+
+
 # ---------------------------------------------------------------- what fits
 
 
@@ -210,8 +222,9 @@ def _forward_misfit(c: ForwardConfig) -> str:
 def _backward_misfit(c: BackwardConfig) -> str:
     if c.block_k != (64 if c.split else 128) or c.block_q not in ((64,) if c.split else (64, 128)):
         return f"tiles: need 64 queries x 64 keys split, else 64 or 128 x 128, got {c.block_q} x {c.block_k}"
-    if c.split and c.order:
-        return "order: split warpgroups meet in every step and take no turns"
+    for name in ("order", "dq_first", "held"):
+        if c.split and getattr(c, name):
+            return f"{name}: split warpgroups meet in every step, which has one schedule"
     queries = c.block_q // 2 if c.split else c.block_q
     held = (c.columns + c.columns_v) // 2 + queries + c.dq_columns // (4 if c.block_q == 64 else 2)  # dK, dV, S, dP, dQ
     return f"registers: needs less than 232, tiles alone take {held}" if held >= 232 else ""

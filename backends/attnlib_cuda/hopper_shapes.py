@@ -45,6 +45,8 @@ class BackwardShape(NamedTuple):
     split: bool
     block_q: int
     order: bool
+    dq_first: bool
+    held: bool
 
 
 Shape = ForwardShape | BackwardShape

@@ -31,6 +31,7 @@ template <class Config>
 struct WarpgroupBackward {
     using T = WarpgroupBackwardTile<Config>;
     using atom = typename T::atom;
+    using Descriptor = ptx::PanelDescriptor<!T::split>;   // split is slower with those made once
     static constexpr int N = T::N, key_steps = T::block_k / 16, query_steps = T::block_q / 16, fragments = T::queries / 16, CQ = T::dq_columns / 8;
 
     const BackwardParams& p;
@@ -56,34 +57,34 @@ struct WarpgroupBackward {
     template <int count>
     __device__ __forceinline__ void issue_transposed(float (&to)[N][4], uint32_t keys, uint32_t queries) {
         (T::split ? queries : keys) += 128 * group * (T::split ? T::queries : T::keys);
+        const Descriptor a(keys, 16), b(queries, 16);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < count; ++step)
-            ptx::Wgmma<T::queries>::template ss<T::half, false, false>(to, ptx::panel_descriptor(keys + step / 4 * T::KPanel::bytes + step % 4 * 32, 16),
-                                                                       ptx::panel_descriptor(queries + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), step > 0);
+            ptx::Wgmma<T::queries>::template ss<T::half, false, false>(to, a.at(step / 4 * T::KPanel::bytes + step % 4 * 32), b.at(step / 4 * T::QPanel::bytes + step % 4 * 32), step > 0);
     }
     // [64 keys, columns] += P or dS (registers, or what lies at `stored`) times dO or Q
     template <int columns>
     __device__ __forceinline__ void issue_keys(float (&to)[columns / 8][4], const uint32_t (&x)[fragments][4], uint32_t stored, uint32_t queries) {
         if constexpr (T::split) queries += group * (columns / 64) * T::QPanel::bytes;
+        const Descriptor a(stored, 16), b(queries, T::QPanel::bytes);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < query_steps; ++step) {
-            const uint64_t b = ptx::panel_descriptor(queries + step * 2048, T::QPanel::bytes);
-            if constexpr (T::split) ptx::Wgmma<columns>::template ss<T::half, false, true>(to, ptx::panel_descriptor(stored + step * 32, 16), b, true);
-            else ptx::Wgmma<columns>::template rs<T::half, true>(to, x[step], b, true);
+            if constexpr (T::split) ptx::Wgmma<columns>::template ss<T::half, false, true>(to, a.at(step * 32), b.at(step * 2048), true);
+            else ptx::Wgmma<columns>::template rs<T::half, true>(to, x[step], b.at(step * 2048), true);
         }
     }
     __device__ __forceinline__ void issue_queries(uint32_t ds) {   // dQ
         const int row_part = T::dq_rows == 2 ? group : 0, column_part = T::dq_rows == 2 ? 0 : group;
         const int column0 = column_part * T::dq_columns;   // 32, too: half of a panel, whose swizzle goes by the address
         const uint32_t k = base + T::k_at + column0 / 64 * T::KPanel::bytes + column0 % 64 * 2;
-        ds += 64 * row_part * 128;
+        const Descriptor a(ds + 64 * row_part * 128, 16), b(k, T::KPanel::bytes);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < key_steps; ++step) {
-            const uint32_t at = ds + (T::split ? step * 2048 : step / 4 * T::QPanel::bytes + step % 4 * 32);
-            ptx::Wgmma<T::dq_columns>::template ss<T::half, T::split, true>(dq, ptx::panel_descriptor(at, 16), ptx::panel_descriptor(k + step * 2048, T::KPanel::bytes), step > 0);
+            const uint32_t from = T::split ? step * 2048 : step / 4 * T::QPanel::bytes + step % 4 * 32;
+            ptx::Wgmma<T::dq_columns>::template ss<T::half, T::split, true>(dq, a.at(from), b.at(step * 2048), step > 0);
         }
     }
     __device__ __forceinline__ float left(float x, int n, int e) const { return !Config::dropout || (kept[n / 8] >> (4 * (n & 7) + e) & 1) ? x : 0.f; }
@@ -195,7 +196,10 @@ struct WarpgroupBackward {
     }
     __device__ __forceinline__ void add_queries(int visit, uint64_t to) {
         float* sum = address<float>(to) + (ptx::opaque_thread() / 32 - 4) * (T::dq_floats / 8) + 4 * lane;
-        const int valid = T::dq_rows == 2 ? CQ : (Config::head_dim + 7) / 8 - group * CQ;   // the rest is padding
+        // The rest is padding. Unless split, the number is the compiler's to find out when it runs: additions with branches between
+        // them leave the other warpgroup's products more room than additions in a row.
+        constexpr int all = (Config::head_dim + 7) / 8;
+        const int valid = T::split && all == 2 * CQ ? CQ : T::dq_rows == 2 ? all + (group >> 31) : all - group * CQ;
         if constexpr (Config::deterministic) {
             if (lane == 0) {
                 const int rank = ptx::ld_shared_b32(record(visit) + 28);
@@ -303,6 +307,20 @@ struct WarpgroupBackward {
         }
     }
 
+    // P is there before dP is waited for. ptxas puts exponentials behind a wait that does not need them: a branch that does holds them.
+    __device__ __forceinline__ void hold_exponentials(uint32_t barrier, int phase) {
+        ptx::pin(s[0]);
+        uint32_t any = 0;
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) any |= __float_as_uint(s[0][n][e]);
+        if (any == 0x80000000u) ptx::mbarrier_wait(barrier, phase);   // passed long ago
+    }
+    __device__ __forceinline__ void await_scores(int visit) const {   // dS of a step, from both
+        ptx::mbarrier_wait(base + T::ds_full + 8 * (visit % 3), visit / 3 & 1);
+    }
+
     // keys: of the tile, that there are; visits: query tiles to come, from number `visit` on; phase: of the barrier that K and V are there.
     __device__ __forceinline__ void run(int keys, int& visit, int visits, int phase) {
         clear(dk);
@@ -316,14 +334,18 @@ struct WarpgroupBackward {
         if constexpr (!T::split) draw_ahead(visit);
 #pragma unroll 1
         for (; visit < end; ++visit, later = true) {
-            const int stage = visit % T::stages;
+            const int stage = visit % T::stages, turned = visit / T::stages & 1;
             const uint32_t q = base + T::q_at + stage * T::q_bytes, o = base + T::o_at + stage * T::o_bytes;
-            ptx::mbarrier_wait(base + T::q_full + 8 * stage, visit / T::stages & 1);
+            ptx::mbarrier_wait(base + T::q_full + 8 * stage, turned);
             const int count = T::tails ? ptx::ld_shared_b32(record(visit) + 16) : T::block_q;
             clear_queries(q, T::panels, count);
             issue_transposed<T::steps>(s[0], base + T::k_at, q);
             ptx::wgmma_commit();
-            ptx::mbarrier_wait(base + T::o_full + 8 * stage, visit / T::stages & 1);
+            if constexpr (T::late) {
+                ptx::wgmma_wait<1>();   // dK of the step before
+                if (later) release(T::q_empty + 8 * ((visit - 1) % T::stages));
+            }
+            ptx::mbarrier_wait(base + T::o_full + 8 * stage, turned);
             clear_queries(o, T::panels_v, count);
             issue_transposed<T::steps_v>(dp, base + T::v_at, o);
             ptx::wgmma_commit();
@@ -344,6 +366,10 @@ struct WarpgroupBackward {
             if constexpr (T::split) {
                 round_probabilities();
                 store(a, buffer(visit & 1));
+            } else {
+                if constexpr (Config::held) hold_exponentials(base + T::o_full + 8 * stage, turned);
+                else ptx::pin(s[0]);
+                if (!Config::dropout && later) await_scores(visit - 1);   // here, and some of the exponentials stay before it
             }
             ptx::wgmma_wait<0>();   // dP
             ptx::pin(dp);
@@ -365,39 +391,52 @@ struct WarpgroupBackward {
                 add_queries(visit, sum);
             } else {
                 // dS of the step before is there, so buffer visit % 3 has no reader left.
-                if (later) ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
+                if (Config::dropout && later) await_scores(visit - 1);
+                if constexpr (Config::dq_first) {
+                    if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
+                    issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
+                    ptx::wgmma_commit();
+                }
                 store(d, buffer(visit % 3));
                 round_probabilities();
-                if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
+                if constexpr (Config::order && !Config::dq_first) ptx::bar_sync(4 + group, 256);
                 issue_keys<T::columns_v>(dv[0], a, 0, o);
                 ptx::wgmma_commit();
                 ptx::fence_proxy_async();   // of dS, beside dV
                 __syncwarp();
                 release(T::ds_full + 8 * (visit % 3));
-                issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
-                ptx::wgmma_commit();
+                if constexpr (!Config::dq_first) {
+                    issue_queries(buffer((visit + 2) % 3));
+                    ptx::wgmma_commit();
+                }
                 issue_keys<T::columns>(dk[0], d, 0, q);
                 ptx::wgmma_commit();
                 if (visit + 1 < end) draw_ahead(visit + 1);
                 const uint64_t sum = sum_of(visit - 1 & 0x7FFFFFFF);
-                ptx::wgmma_wait<1>();   // dV and dQ
+                ptx::wgmma_wait<Config::dq_first ? 2 : 1>();   // dQ, and dV unless that comes later
                 ptx::pin(dq);
-                release(T::o_empty + 8 * stage);
+                if constexpr (!Config::dq_first) release(T::o_empty + 8 * stage);
                 if (later) add_queries(visit - 1, sum);
-                ptx::wgmma_wait<0>();   // dK: its operand's registers are wanted, and the next queries its place
-                release(T::q_empty + 8 * stage);
+                if constexpr (Config::dq_first) {
+                    ptx::wgmma_wait<1>();   // dV
+                    release(T::o_empty + 8 * stage);
+                }
+                if constexpr (!T::late) {
+                    ptx::wgmma_wait<0>();   // dK: its operand's registers are wanted, and the next queries its place
+                    release(T::q_empty + 8 * stage);
+                }
             }
         }
         if (group == 0) end_products();
         ptx::wgmma_wait<0>();
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
+        if constexpr (T::split || T::late) release(T::q_empty + 8 * ((visit - 1) % T::stages));
         if constexpr (T::split) {
-            release(T::q_empty + 8 * ((visit - 1) % T::stages));
             release(T::o_empty + 8 * ((visit - 1) % T::stages));
             end_turn(visit - 1);
         } else {
-            ptx::mbarrier_wait(base + T::ds_full + 8 * ((visit - 1) % 3), (visit - 1) / 3 & 1);
+            await_scores(visit - 1);
             issue_queries(buffer((visit - 1) % 3));
             ptx::wgmma_commit();
             end_turn(visit - 2);

@@ -31,6 +31,7 @@ struct WarpgroupBackwardTile {
     static constexpr int keys_full = record_at + records * record_bytes, keys_empty = keys_full + 8, q_full = keys_empty + 8, q_empty = q_full + 8 * stages;
     static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
     static constexpr bool persistent = !Config::deterministic;
+    static constexpr bool late = !split && !Config::dropout && columns + columns_v <= 192;   // there are registers for dK's operand until the next S is under way
     static constexpr int tile_full = ds_full + 24, tile_empty = tile_full + 16, tile_at = tile_empty + 24;
     static constexpr int drawn_at = tile_at + 128, exchange_at = drawn_at + 16, exchange_bytes = 8 * 128, exchanges = split ? 1 : 2;   // dropout: seed; bits for the neighbour (split warpgroups meet before the next)
     static constexpr int kept_at = exchange_at + exchanges * exchange_bytes;

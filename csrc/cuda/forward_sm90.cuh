@@ -163,21 +163,22 @@ struct Warpgroup {
     // ---- products
     __device__ __forceinline__ void issue_scores(uint32_t q, int stage) {
         const uint32_t k = base + T::k_at + stage * T::k_bytes;
+        const ptx::PanelDescriptor<true> rows(q, 16), keys(k, 16);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < T::steps; ++step) {
-            const uint64_t b = ptx::panel_descriptor(k + step / 4 * T::KPanel::bytes + step % 4 * 32, 16);
+            const uint64_t b = keys.at(step / 4 * T::KPanel::bytes + step % 4 * 32);
             if constexpr (Config::q_in_registers) ptx::Wgmma<T::block_k>::template rs<T::half, false>(s[0], q_kept[step], b, step > 0);
-            else ptx::Wgmma<T::block_k>::template ss<T::half, false, false>(s[0], ptx::panel_descriptor(q + step / 4 * T::QPanel::bytes + step % 4 * 32, 16), b, step > 0);
+            else ptx::Wgmma<T::block_k>::template ss<T::half, false, false>(s[0], rows.at(step / 4 * T::QPanel::bytes + step % 4 * 32), b, step > 0);
         }
         ptx::wgmma_commit();
     }
     __device__ __forceinline__ void issue_values(int stage) {
-        const uint32_t v = base + T::v_at + stage * T::v_bytes;
+        const ptx::PanelDescriptor<true> v(base + T::v_at + stage * T::v_bytes, T::KPanel::bytes);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < key_steps; ++step)
-            ptx::Wgmma<T::columns>::template rs<T::half, true>(acc, packed[step], ptx::panel_descriptor(v + step * 2048, T::KPanel::bytes), step > 0 || started);
+            ptx::Wgmma<T::columns>::template rs<T::half, true>(acc, packed[step], v.at(step * 2048), step > 0 || started);
         ptx::wgmma_commit();
         started = true;
     }

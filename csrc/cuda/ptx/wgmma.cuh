@@ -9,12 +9,22 @@
 
 namespace attnlib::ptx {
 
-// Rows of 128 bytes with the 128-byte swizzle, 1024 bytes from one group of eight rows to the next; `pitch`: bytes from one
-// panel of 64 columns to the next, where n runs across panels. address: in shared memory, 16-byte granular.
-__device__ __forceinline__ uint64_t panel_descriptor(uint32_t address, uint32_t pitch) {
-    constexpr uint32_t high = (1024u >> 4) | (1u << 30);
-    return static_cast<uint64_t>(high) << 32 | ((pitch >> 4) << 16 | address >> 4);
-}
+// Descriptors of an operand in rows of 128 bytes with the 128-byte swizzle, 1024 bytes from one group of eight rows to the next.
+// address: in shared memory, 16-byte granular; `pitch`: bytes from one panel of 64 columns to the next, where n runs across panels.
+// once: shifted and packed once for a product, with one addition for each instruction; else anew for each.
+template <bool once>
+struct PanelDescriptor {
+    uint32_t address, high, low;
+
+    __device__ __forceinline__ PanelDescriptor(uint32_t address, uint32_t pitch)
+        : address(address), high(pitch >> 4 << 16), low(high | address >> 4) {
+        if constexpr (once) asm volatile("" : "+r"(low));   // or the compiler would know better
+    }
+    __device__ __forceinline__ uint64_t at(uint32_t bytes) const {
+        constexpr uint32_t layout = (1024u >> 4) | (1u << 30);
+        return static_cast<uint64_t>(layout) << 32 | (once ? low + (bytes >> 4) : high | (address + bytes) >> 4);
+    }
+};
 
 template <int N> struct Wgmma;
 
