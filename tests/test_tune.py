@@ -15,7 +15,7 @@ import attnlib
 from attnlib import bench
 from attnlib.precompile import Result
 from attnlib_cuda import device, hopper, hopper_shapes
-from attnlib_cuda.hopper_shapes import BackwardShape, ForwardShape, Row, Shape
+from attnlib_cuda.hopper_shapes import ForwardShape, Row, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 HOPPER = device.for_arch("sm_90")
@@ -214,7 +214,7 @@ def test_ranking() -> None:
     from benchmarks import grids, tune
 
     row = row_of("backward D256 full,causal,left,window, softcap")
-    now, other = row.shape, BackwardShape(False, 64, True)
+    now, other = row.shape, row.shape._replace(split=not row.shape.split)
     a, b = (grids.Workload(bench.Shape.parse(text)) for text in ("B1 S8 H1 D64 full", "B1 S16 H1 D64 full"))
     seconds = {a: {now: [1.0, 2.0, 9.0], other: [0.5, 1.0, 9.0]}, b: {now: [1.0] * 3, other: [2.0] * 3}}
     first, second = tune.ranking("backward", seconds, now)
