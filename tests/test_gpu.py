@@ -441,6 +441,46 @@ def test_tickets_are_zero_after_a_call(packed: bool) -> None:
             assert float((x.float() - y).norm() / y.norm()) < 0.02
 
 
+_SCHEDULES = ({"dq_first": True, "held": True}, {"dq_first": True, "order": True})
+
+
+@pytest.mark.parametrize("more", [{}, {"deterministic": True}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str)
+@pytest.mark.parametrize("dims", [(96, 96), (128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("form", ["dense", "lengths", "packed"])
+def test_every_schedule_of_the_wgmma_backward(form: str, dims: tuple[int, int], more: dict[str, Any]) -> None:
+    """The table gives some to long calls only; here sequences of no, one and a few tiles have them."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    widths = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
+    sizes = (1034,) if form == "packed" else (3, 700)
+    leaves = [randn(*sizes, *width, seed=seed).requires_grad_() for seed, width in enumerate(widths)]
+    cu = torch.tensor([0, 700, 700, 701, 966, 1034, 1034], device="cuda", dtype=torch.int32)
+    lens = torch.tensor([700, 0, 65], device="cuda", dtype=torch.int32)
+
+    def results(backend: str) -> list[torch.Tensor]:
+        wanted = {"causal": True, "backend": backend, **more}
+        if form == "packed":
+            out = attnlib.attention_varlen(*leaves, cu, cu, **wanted)
+        else:
+            given_lens = {"q_lens": lens, "kv_lens": lens} if form == "lengths" else {}
+            out = attnlib.attention(*leaves, **given_lens, **wanted)
+        return [x.float() for x in torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    other = results(f"{NAME}:sm_80")
+    ran = 0
+    for schedule in _SCHEDULES:
+        shape = {"split": False, "block_q": 64, "order": False, "dq_first": False, "held": False} | schedule
+        with dispatch.use_config({"wgmma_backward": shape}):
+            try:
+                found = results(f"{NAME}:sm_90")
+            except attnlib.UnsupportedError:  # does not fit
+                continue
+        ran += 1
+        for x, y in zip(found, other, strict=True):
+            assert x.isfinite().all() and float((x - y).norm() / y.norm()) < 0.02, schedule
+    assert ran
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_memory_is_linear_in_the_sequence(deterministic: bool) -> None:
     """Beyond inputs and results, a step with gradients takes a number of bytes that grows with S, not S^2."""

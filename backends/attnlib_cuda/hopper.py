@@ -67,8 +67,8 @@ class BackwardConfig(Features):
     """Tile shape of the wgmma backward; see csrc/cuda/backward_sm90.cuh.
 
     split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. order: they
-    take turns with their products. dq_first: of a step's products, before dV. held: exponentials end before dP is
-    awaited. Unless deterministic, there are as many blocks as multiprocessors, which draw tiles.
+    take turns with their products. dq_first: dQ (of the step before) is issued before dV. held: exponentials end
+    before dP is awaited. Unless deterministic, there are as many blocks as multiprocessors, which draw tiles.
     """
 
     deterministic: bool
@@ -185,10 +185,11 @@ def size_class(problem: AttentionProblem, target: device.DeviceInfo) -> Hashable
     return tuple(hopper_shapes.table().find(kernel, problem).seqlen for kernel in hopper_shapes.KERNELS)
 
 
-def section(config: BackwardConfig, key_tiles: int, target: device.DeviceInfo) -> int:
-    """Heads whose tiles the backward interleaves, key_tiles each: eight tiles for each multiprocessor, so that the last
+def section(config: BackwardConfig, seqlen_k: int, target: device.DeviceInfo) -> int:
+    """Heads whose tiles the backward interleaves: eight tiles for each multiprocessor, so that the last
     section has short ones to end with; and so few that about four tiles of a head (eight of 64 keys) run at a time and
     find each other's queries in L2. A power of two, which most often divides all heads."""
+    key_tiles = -(-seqlen_k // config.block_k)
     fitting = min(target.sm_count * config.block_k // 512, 8 * target.sm_count // max(key_tiles, 1))
     return 1 << max(1, fitting).bit_length() - 1
 
@@ -226,8 +227,9 @@ def _backward_misfit(c: BackwardConfig) -> str:
         if c.split and getattr(c, name):
             return f"{name}: split warpgroups meet in every step, which has one schedule"
     queries = c.block_q // 2 if c.split else c.block_q
-    held = (c.columns + c.columns_v) // 2 + queries + c.dq_columns // (4 if c.block_q == 64 else 2)  # dK, dV, S, dP, dQ
-    return f"registers: needs less than 232, tiles alone take {held}" if held >= 232 else ""
+    of_dq = c.dq_columns // (4 if c.block_q == 64 else 2)
+    taken = (c.columns + c.columns_v) // 2 + queries + of_dq  # dK, dV, S and dP, dQ
+    return f"registers: needs less than 232, tiles alone take {taken}" if taken >= 232 else ""
 
 
 def check(table: Table, target: device.DeviceInfo) -> None:

@@ -362,10 +362,10 @@ class CudaPlan:
             dsinks["dsinks"], dsinks["sinks"] = _address(t.dsinks), _address(t.sinks)
             ready.dsinks.launch(dsinks, stream, problem)
 
-    def _backward_section(self, problem: AttentionProblem, key_tiles: int) -> int:
+    def _backward_section(self, problem: AttentionProblem) -> int:
         """Key/value heads whose tiles are interleaved."""
         if isinstance(self._backward, hopper.BackwardConfig):
-            return hopper.section(self._backward, key_tiles, self._info)
+            return hopper.section(self._backward, problem.seqlen_k, self._info)
         return features.sections(problem, self._info)
 
     def _prepare_backward(self, problem: AttentionProblem, t: Tensors) -> _Backward:
@@ -383,7 +383,7 @@ class CudaPlan:
         ahead = 4 * -(-problem.seqlen_k // c.block_k) <= self._info.sm_count * self._backward_blocks
         values = {
             **self._sizes(problem), "row_tiles": row_tiles, "tiles": 0 if packed else q_tiles, "key_tiles": k_tiles,
-            "section": min(units, self._backward_section(problem, k_tiles)) if c.right and not c.deterministic else 1,
+            "section": min(units, self._backward_section(problem)) if c.right and not c.deterministic else 1,
             # Blocks that wait for later ones must run together, whatever a few other streams do.
             "rotate": int(c.deterministic and ahead),
         }  # fmt: skip

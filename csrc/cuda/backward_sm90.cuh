@@ -12,6 +12,7 @@
 //   goes through shared memory, as [query][key], where dQ wants it from both. The tensor cores' queue in a step j, and
 //   what runs beside it:
 //     S_j, dP_j | P = exp(S - lse), dS = P (dP - delta), stored      dV_j, dQ_{j-1}, dK_j | dQ_{j-1} is added to memory
+//   (dq_first: dQ_{j-1} before dV_j; late: dK_j ends when S_{j+1} is under way; held: P is there before dP is awaited)
 //
 //   split, larger head dims: 64 keys, whose dK and dV take all registers: each warpgroup owns half of their columns, and half of
 //   the queries of S and dP. P and dS pass through shared memory, as [key][query].
@@ -196,7 +197,7 @@ struct WarpgroupBackward {
     }
     __device__ __forceinline__ void add_queries(int visit, uint64_t to) {
         float* sum = address<float>(to) + (ptx::opaque_thread() / 32 - 4) * (T::dq_floats / 8) + 4 * lane;
-        // The rest is padding. Unless split, the number is the compiler's to find out when it runs: additions with branches between
+        // The rest is padding. Unless split, the number is known at run time only, for the sake of the branches: additions with some between
         // them leave the other warpgroup's products more room than additions in a row.
         constexpr int all = (Config::head_dim + 7) / 8;
         const int valid = T::split && all == 2 * CQ ? CQ : T::dq_rows == 2 ? all + (group >> 31) : all - group * CQ;
@@ -317,7 +318,7 @@ struct WarpgroupBackward {
             for (int e = 0; e < 4; ++e) any |= __float_as_uint(s[0][n][e]);
         if (any == 0x80000000u) ptx::mbarrier_wait(barrier, phase);   // passed long ago
     }
-    __device__ __forceinline__ void await_scores(int visit) const {   // dS of a step, from both
+    __device__ __forceinline__ void await_differences(int visit) const {   // dS of a step, from both
         ptx::mbarrier_wait(base + T::ds_full + 8 * (visit % 3), visit / 3 & 1);
     }
 
@@ -369,7 +370,7 @@ struct WarpgroupBackward {
             } else {
                 if constexpr (Config::held) hold_exponentials(base + T::o_full + 8 * stage, turned);
                 else ptx::pin(s[0]);
-                if (!Config::dropout && later) await_scores(visit - 1);   // here, and some of the exponentials stay before it
+                if (!Config::dropout && later) await_differences(visit - 1);   // here, and some of the exponentials stay before it
             }
             ptx::wgmma_wait<0>();   // dP
             ptx::pin(dp);
@@ -390,8 +391,8 @@ struct WarpgroupBackward {
                 ptx::pin(dq);
                 add_queries(visit, sum);
             } else {
-                // dS of the step before is there, so buffer visit % 3 has no reader left.
-                if (Config::dropout && later) await_scores(visit - 1);
+                // The other's dS of the step before: it is there, so buffer visit % 3 has no reader left.
+                if (Config::dropout && later) await_differences(visit - 1);
                 if constexpr (Config::dq_first) {
                     if constexpr (Config::order) ptx::bar_sync(4 + group, 256);
                     issue_queries(buffer((visit + 2) % 3));   // in the first step of what was never stored, and not added
@@ -436,7 +437,7 @@ struct WarpgroupBackward {
             release(T::o_empty + 8 * ((visit - 1) % T::stages));
             end_turn(visit - 1);
         } else {
-            await_scores(visit - 1);
+            await_differences(visit - 1);
             issue_queries(buffer((visit - 1) % 3));
             ptx::wgmma_commit();
             end_turn(visit - 2);

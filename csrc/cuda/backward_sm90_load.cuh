@@ -42,7 +42,7 @@ struct WarpgroupBackwardTile {
     static_assert(dq_columns % 64 == 0 || dq_columns == 32, "whole panels, or half of the only one");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
-    static_assert(!split || !Config::order, "split warpgroups meet in every step");
+    static_assert(!split || !(Config::order || Config::dq_first || Config::held), "split warpgroups meet in every step");
     static_assert(stages + 3 <= records, "a record outlives its stage by a step");
     static_assert(tile_at % 16 == 0 && drawn_at % 16 == 0, "vectors");
 };

@@ -18,7 +18,7 @@ struct PanelDescriptor {
 
     __device__ __forceinline__ PanelDescriptor(uint32_t address, uint32_t pitch)
         : address(address), high(pitch >> 4 << 16), low(high | address >> 4) {
-        if constexpr (once) asm volatile("" : "+r"(low));   // or the compiler would know better
+        if constexpr (once) asm volatile("" : "+r"(low));   // or the compiler makes each anew
     }
     __device__ __forceinline__ uint64_t at(uint32_t bytes) const {
         constexpr uint32_t layout = (1024u >> 4) | (1u << 30);
