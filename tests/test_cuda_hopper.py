@@ -102,6 +102,15 @@ def test_how_many_heads_the_backward_interleaves(head_dim: int, length: int, hea
     assert hopper.section(config, length, HOPPER) == heads
 
 
+@pytest.mark.parametrize(("form", "held"), [("", True), ("lengths", False), ("packed", False)])
+def test_long_causal_calls_with_lengths_have_the_schedule_of_short_ones(form: str, held: bool) -> None:
+    long = replace(
+        PLAIN, head_dim=128, head_dim_v=128, seqlen_q=8192, seqlen_k=8192, window=hopper_shapes.window_of("causal")
+    )
+    config = hopper.backward(replace(long, **({form: True} if form else {})), HOPPER)
+    assert config is not None and config.held is config.dq_first is held
+
+
 class Host:
     """Remembers what it was asked to encode."""
 

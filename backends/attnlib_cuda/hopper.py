@@ -160,7 +160,10 @@ def backward(
     if not covers(problem, target):
         return None
     row = hopper_shapes.table().find("backward", problem)
-    chosen = row.shape._asdict() | dict(shape or {})
+    chosen = row.shape._asdict()
+    if chosen["held"] and (problem.lengths or problem.packed):  # not run on a GPU so far: as shorter calls
+        chosen |= {"dq_first": False, "held": False}
+    chosen |= dict(shape or {})
     split = chosen["split"]
 
     def width(dim: int) -> int:
