@@ -1,4 +1,4 @@
-"""Shared fixtures: single-threaded torch, so that the tests of several processes do not fight over two cores."""
+"""Shared fixtures. Torch is single-threaded, so that the tests of several processes do not fight over two cores."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from attnlib import dispatch, registry
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _synchronous(request):
+    """Errors of a GPU test's kernels are its own."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 @pytest.fixture
