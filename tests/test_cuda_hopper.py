@@ -102,15 +102,6 @@ def test_how_many_heads_the_backward_interleaves(head_dim: int, length: int, hea
     assert hopper.section(config, length, HOPPER) == heads
 
 
-@pytest.mark.parametrize(("form", "held"), [("", True), ("lengths", False), ("packed", False)])
-def test_long_causal_calls_with_lengths_have_the_schedule_of_short_ones(form: str, held: bool) -> None:
-    long = replace(
-        PLAIN, head_dim=128, head_dim_v=128, seqlen_q=8192, seqlen_k=8192, window=hopper_shapes.window_of("causal")
-    )
-    config = hopper.backward(replace(long, **({form: True} if form else {})), HOPPER)
-    assert config is not None and config.held is config.dq_first is held
-
-
 class Host:
     """Remembers what it was asked to encode."""
 
@@ -205,7 +196,7 @@ def test_the_table_is_the_text_of_its_file() -> None:
         ({"head_dim": 64, "head_dim_v": 64, "dropout_p": 0.5}, "forward",
          "forward D128 full,causal,left,window, no softcap, dropout"),
         ({"seqlen_q": 4097, "window": (9, 9)}, "backward",
-         "backward D128 full,left,window, no softcap, no dropout"),
+         "backward D128 full,left,window, no softcap, no dropout, no deterministic"),
         ({"dropout_p": 0.5, "deterministic": True}, "backward",
          "backward D128 full,causal,left,window, no softcap, dropout, deterministic"),
     ],
@@ -236,7 +227,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> str:
         (lambda v: v["forward"][0].update(measured=5), "forward row 0 .*measured: needs null or a list"),
         (lambda v: v["forward"].append(5), "forward row 18: needs an object, got 5"),
         (lambda v: v["forward"].append(v["forward"][0]), "two rows for the same problems: forward D64 full,causal to"),
-        (lambda v: v["backward"].pop(11), "no row for .*backward.*head_dim_v 256 and no seqlen"),
+        (lambda v: v["backward"].pop(14), "no row for .*backward.*head_dim_v 256 and no seqlen"),
         (lambda v: v.update(other=[]), "f.json: needs an object of forward and backward"),
     ],
 )  # fmt: skip
@@ -254,10 +245,12 @@ def test_a_wrong_file_names_the_row(change: Callable[[dict[str, Any]], Any], mes
         (("forward", 0), {"warpgroups": 5}, "forward D64 .*warpgroups: needs 2, 3 or 4, got 5"),
         (("forward", 0), {"block_k": 128}, "forward D64 .*registers: needs less than 112, tiles alone take 128"),
         (("forward", 0), {"stages": 1}, "forward D64 .*needs stages >= 2"),
-        (("backward", 11), {"split": False}, "backward D256 .*registers: needs less than 232"),
-        (("backward", 11), {"order": True}, "backward D256 .*order: split warpgroups"),
-        (("backward", 11), {"held": True}, "backward D256 .*held: split warpgroups"),
-        (("backward", 11), {"block_q": 128}, "backward D256 .*tiles: need 64 queries x 64 keys split"),
+        (("backward", 14), {"split": False}, "backward D256 .*registers: needs less than 232"),
+        (("backward", 14), {"order": True}, "backward D256 .*order: split, wide and apart"),
+        (("backward", 14), {"held": True}, "backward D256 .*held: split, wide and apart"),
+        (("backward", 0), {"block_q": 64}, "backward D64 .*apart: needs deterministic, .*128 queries to head_dim 64"),
+        (("backward", 1), {"order": False, "apart": True}, "backward D64 .*apart: needs deterministic"),
+        (("backward", 14), {"block_q": 128}, "backward D256 .*tiles: need 64 queries x 64 keys split"),
     ],
 )  # fmt: skip
 def test_a_shape_that_does_not_fit_names_its_row(place: tuple[str, int], shape: dict[str, Any], message: str) -> None:

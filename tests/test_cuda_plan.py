@@ -89,20 +89,29 @@ def test_structs_of_a_call(launches: list[Launch]) -> None:
         assert backward[0].grid == (2 * -(-seqlen_q // rows), 4, 1)
 
 
-@pytest.mark.parametrize(("batch", "deterministic"), [(2, False), (40, False), (40, True)])
+@pytest.mark.parametrize(
+    ("batch", "more", "draw"),
+    [(2, {}, True), (40, {}, True), (40, {"deterministic": True}, True),
+     (40, {"deterministic": True, "softcap": 30.0}, False)],
+)  # fmt: skip
 def test_blocks_of_the_wgmma_backward_draw_tiles(
-    batch: int, deterministic: bool, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
+    batch: int, more: dict[str, Any], draw: bool, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as there are multiprocessors, or tiles; in a fixed order of additions a block for each tile."""
+    """As many as there are multiprocessors, or tiles; in a fixed order of additions without a warpgroup for dQ, a block
+    for each tile."""
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(steps, "operand_map", lambda tensor, rows: bytes(128))
     monkeypatch.setattr("attnlib_cuda.plan.ticket_of", lambda index, stream: ticket)
-    problem = replace(PROBLEM, batch=batch, deterministic=deterministic)
-    CudaPlan(problem, TARGET, wgmma=True).backward(problem, given(problem))
+    problem = replace(PROBLEM, batch=batch, **more)
+    plan = CudaPlan(problem, TARGET, wgmma=True)
+    plan.backward(problem, given(problem))
+    form, warps = ("apart", 16) if problem.deterministic and draw else ("keys", 12)
+    assert plan.describe()["backward"].items() >= {"form": form, "warps": warps}.items()
     (main,) = (launch for launch in launches if launch.entry == "backward_sm90")
     tiles = batch * 2 * -(-500 // 128)
-    assert main.grid == (tiles if deterministic else min(132, tiles), 1, 1)
-    assert (main.values["ticket"] == ticket.data_ptr()) is not deterministic and main.values["ticket"] != 0
+    assert main.grid == (min(132, tiles) if draw else tiles, 1, 1)
+    assert not (draw and main.values["rotate"])  # a turn may not wait for a tile that nobody has drawn
+    assert (main.values["ticket"] == ticket.data_ptr()) is not problem.deterministic and main.values["ticket"] != 0
 
 
 def test_what_a_problem_does_not_say_is_read_from_every_call(launches: list[Launch]) -> None:

@@ -82,38 +82,114 @@ def test_tickets_are_zero_after_a_call(packed: bool) -> None:
             assert float((x.float() - y).norm() / y.norm()) < 0.02
 
 
-_SCHEDULES = ({"dq_first": True, "held": True}, {"dq_first": True, "order": True})
+_SCHEDULES = ({"dq_first": True, "held": True}, {"dq_first": True, "order": True}, {})
+_QUERIES, _KEYS = (500, 0, 65), (700, 0, 130)  # of three sequences; packed ones have three more between and behind them
 
 
-@pytest.mark.parametrize("more", [{}, {"deterministic": True}, {"dropout_p": 0.2, "dropout_seed": 3}], ids=str)
-@pytest.mark.parametrize("dims", [(96, 96), (128, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("form", ["dense", "lengths", "packed"])
-def test_schedules_of_the_wgmma_backward(form: str, dims: tuple[int, int], more: dict[str, Any]) -> None:
-    """The table gives some to long calls only; here sequences of no, one and a few tiles have them."""
+def _spans(form: str) -> list[tuple[slice, slice, int]]:
+    """Queries and keys of each sequence, and the batch they are in."""
+    if form == "dense":
+        return [(slice(0, 500), slice(0, 700), b) for b in range(3)]
+    if form == "lengths":
+        return [(slice(0, q), slice(0, k), b) for b, (q, k) in enumerate(zip(_QUERIES, _KEYS, strict=True))]
+    q, k = (0, 500, 500, 565, 566, 800), (0, 700, 700, 830, 831, 1200)
+    return [(slice(q[n], q[n + 1]), slice(k[n], k[n + 1]), 0) for n in range(5)]
+
+
+def _leaves(form: str, dims: tuple[int, int], heads: int) -> list[torch.Tensor]:
+    q_rows, k_rows = ((800,), (1200,)) if form == "packed" else ((3, 500), (3, 700))
+    sizes = ((*q_rows, heads, dims[0]), (*k_rows, heads // 2, dims[0]), (*k_rows, heads // 2, dims[1]))
+    return [randn(*size, seed=seed).requires_grad_() for seed, size in enumerate(sizes)]
+
+
+def _gradients(form: str, leaves: list[torch.Tensor], **more: Any) -> list[torch.Tensor]:
+    more["backend"] = f"{NAME}:sm_90"
+    if form == "packed":
+        ends = [[0] + [span[n].stop for span in _spans(form)] for n in range(2)]
+        cu_q, cu_k = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ends)
+        out = attnlib.attention_varlen(*leaves, cu_q, cu_k, **more)
+    else:
+        lens = [torch.tensor(x, device="cuda", dtype=torch.int32) for x in (_QUERIES, _KEYS)]
+        given = {"q_lens": lens[0], "kv_lens": lens[1]} if form == "lengths" else {}
+        out = attnlib.attention(*leaves, **given, **more)
+    return [x.float() for x in torch.autograd.grad(out, leaves, randn(*out.shape, seed=7))]
+
+
+def _wanted(form: str, leaves: list[torch.Tensor], window: tuple[int | None, int | None]) -> list[torch.Tensor]:
+    """The same from the whole matrix of scores, in float64."""
+    q, k, v = (x.detach().double().requires_grad_() for x in leaves)
+    dout = randn(*q.shape[:-1], v.shape[-1], seed=7).double()
+    total = q.new_zeros(())
+    for rows, columns, b in _spans(form):
+        pick = (lambda x, at: x[at]) if form == "packed" else (lambda x, at, b=b: x[b, at])
+        s = torch.einsum("qhd,khd->hqk", pick(q, rows), pick(k, columns).repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
+        if 0 in s.shape:
+            continue
+        i = torch.arange(s.shape[1], device="cuda")[:, None] + s.shape[2] - s.shape[1]
+        j = torch.arange(s.shape[2], device="cuda")[None]
+        left, right = window
+        hidden = ((j < i - left) if left is not None else j < 0) | ((j > i + right) if right is not None else j < 0)
+        p = torch.softmax(s.masked_fill(hidden, -torch.inf), -1).nan_to_num(0.0)
+        out = torch.einsum("hqk,khd->qhd", p, pick(v, columns).repeat_interleave(2, 1))
+        total = total + (out * pick(dout, rows)).sum()
+    return list(torch.autograd.grad(total, (q, k, v)))
+
+
+def _agree(found: list[torch.Tensor], wanted: list[torch.Tensor], form: str) -> bool:
+    """Every head's every 32 rows, beside the rows of that tensor: the loss of one tile's contribution is seen."""
+    for n, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        for *spans, b in _spans(form):
+            rows = spans[min(n, 1)]
+            a, c = (t[rows] if form == "packed" else t[b, rows] for t in (x.double(), y))
+            for part, whole in zip((a - c).split(32), c.split(32), strict=True):
+                if not (part.square().sum((0, 2)) <= 4e-4 * whole.square().sum((0, 2)).mean() + 1e-12).all():
+                    return False
+    return True
+
+
+def _on_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
-    widths = ((4, dims[0]), (2, dims[0]), (2, dims[1]))
-    sizes = (1034,) if form == "packed" else (3, 700)
-    leaves = [randn(*sizes, *width, seed=seed).requires_grad_() for seed, width in enumerate(widths)]
-    cu = torch.tensor([0, 700, 700, 701, 966, 1034, 1034], device="cuda", dtype=torch.int32)
-    lens = torch.tensor([700, 0, 65], device="cuda", dtype=torch.int32)
 
-    def results(backend: str) -> list[torch.Tensor]:
-        wanted = {"causal": True, "backend": backend, **more}
-        if form == "packed":
-            out = attnlib.attention_varlen(*leaves, cu, cu, **wanted)
-        else:
-            given_lens = {"q_lens": lens, "kv_lens": lens} if form == "lengths" else {}
-            out = attnlib.attention(*leaves, **given_lens, **wanted)
-        return [x.float() for x in torch.autograd.grad(out, leaves, randn(*out.shape, seed=7))]
 
-    other = results(f"{NAME}:sm_80")
+@pytest.mark.parametrize("dims", [(96, 96), (128, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("form", ["dense", "lengths", "packed"])
+def test_schedules_of_the_wgmma_backward(form: str, dims: tuple[int, int]) -> None:
+    """The table gives some to long calls only; here sequences of no, one and a few tiles have them."""
+    _on_hopper()
+    leaves = _leaves(form, dims, heads=4)
+    wanted = _wanted(form, leaves, (None, 0))
     for schedule in _SCHEDULES:
-        shape = {"split": False, "block_q": 64, "order": False, "dq_first": False, "held": False} | schedule
+        shape = (
+            dict.fromkeys(("split", "order", "dq_first", "held", "wide", "apart"), False) | {"block_q": 64} | schedule
+        )
         with dispatch.use_config({"wgmma_backward": shape}):
-            found = results(f"{NAME}:sm_90")
-        for x, y in zip(found, other, strict=True):
-            assert x.isfinite().all() and float((x - y).norm() / y.norm()) < 0.02, schedule
+            assert _agree(_gradients(form, leaves, causal=True), wanted, form), schedule
+
+
+_WINDOWS = [(None, None), (None, 0), (150, 40), (80, None)]
+
+
+@pytest.mark.parametrize("window", _WINDOWS, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 80), (128, 128)], ids=str)
+@pytest.mark.parametrize("form", ["dense", "lengths", "packed"])
+def test_fixed_order_where_blocks_take_several_tiles(form: str, dims: tuple[int, int], window: Any) -> None:
+    """A block that waits for its turn takes more than one tile where there are more of them than multiprocessors."""
+    _on_hopper()
+    leaves = _leaves(form, dims, heads=96)
+    found = [_gradients(form, leaves, deterministic=True, window=window) for _ in range(3)]
+    assert _agree(found[0], _wanted(form, leaves, window), form)
+    for again in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], again, strict=True))
+
+
+@pytest.mark.parametrize("window", _WINDOWS, ids=str)
+@pytest.mark.parametrize("dims", [(136, 40), (184, 104), (192, 128)], ids=str)
+@pytest.mark.parametrize("form", ["dense", "lengths", "packed"])
+def test_wide_tiles_where_blocks_take_several(form: str, dims: tuple[int, int], window: Any) -> None:
+    _on_hopper()
+    leaves = _leaves(form, dims, heads=96)
+    assert _agree(_gradients(form, leaves, window=window), _wanted(form, leaves, window), form)
 
 
 # --- tiles by the clock ---------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ class BackwardConfig(Features):
 
     split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. order: they
     take turns with their products. dq_first: dQ (of the step before) is issued before dV. held: exponentials end
-    before dP is awaited. Unless deterministic, there are as many blocks as multiprocessors, which draw tiles.
+    before dP is awaited. wide: 128 keys whose columns of dK and dV the warpgroups divide (backward_sm90_wide.cuh).
+    apart: deterministic, and dQ has a warpgroup of its own (backward_sm90_apart.cuh).
     """
 
     deterministic: bool
@@ -80,11 +81,27 @@ class BackwardConfig(Features):
     order: bool
     dq_first: bool
     held: bool
+    wide: bool
+    apart: bool
     pack: bool = False
 
     entry = "backward_sm90"
-    warps = dq_team = 8  # that compute
+    warps = dq_team = 8  # that compute dK and dV; those whose parts of dQ lie one behind the other
     natural = False
+
+    @property
+    def threads(self) -> int:
+        return 512 if self.apart else 384
+
+    @property
+    def form(self) -> str:
+        """How the warpgroups share the work, for explain."""
+        return next((name for name in ("split", "wide", "apart") if getattr(self, name)), "keys")
+
+    @property
+    def persistent(self) -> bool:
+        """Blocks, as many as multiprocessors, draw one tile after the other."""
+        return self.apart or not self.deterministic
 
     def _panels(self, dim: int) -> int:
         return -(-dim // 128) * 2 if self.split else -(-dim // 64)
@@ -99,12 +116,12 @@ class BackwardConfig(Features):
 
     @property
     def shared_bytes(self) -> int:
-        panels, panels_v = self._panels(self.head_dim), self._panels(self.head_dim_v)
+        panels, panels_v = self._panels(self.head_dim), 2 if self.wide else self._panels(self.head_dim_v)
         rows = self.block_k * (panels + panels_v) + 2 * self.block_q * (panels + panels_v)
-        scores = (4 if self.split else 3) * self.block_q * self.block_k * 2
+        scores = (4 if self.split or self.wide else 3) * self.block_q * self.block_k * 2
         bits = 1024 if self.split else 2048 if self.block_q == 64 else 4096
         drawn = 16 + bits if self.dropout else 0
-        return rows * 128 + scores + 16 * self.block_q + 8 * 64 + 272 + drawn
+        return rows * 128 + scores + 16 * self.block_q + 8 * 64 + 288 + drawn
 
 
 WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has, and 32
@@ -115,7 +132,7 @@ _FORWARD_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _BACKWARD_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "split": (False, True), "block_q": (64, 128), "order": (False, True), "dq_first": (False, True),
-    "held": (False, True),
+    "held": (False, True), "wide": (False, True), "apart": (False, True),
 }  # fmt: skip
 
 
@@ -160,10 +177,7 @@ def backward(
     if not covers(problem, target):
         return None
     row = hopper_shapes.table().find("backward", problem)
-    chosen = row.shape._asdict()
-    if chosen["held"] and (problem.lengths or problem.packed):  # not run on a GPU so far: as shorter calls
-        chosen |= {"dq_first": False, "held": False}
-    chosen |= dict(shape or {})
+    chosen = row.shape._asdict() | dict(shape or {})
     split = chosen["split"]
 
     def width(dim: int) -> int:
@@ -227,8 +241,18 @@ def _backward_misfit(c: BackwardConfig) -> str:
     if c.block_k != (64 if c.split else 128) or c.block_q not in ((64,) if c.split else (64, 128)):
         return f"tiles: need 64 queries x 64 keys split, else 64 or 128 x 128, got {c.block_q} x {c.block_k}"
     for name in ("order", "dq_first", "held"):
-        if c.split and getattr(c, name):
-            return f"{name}: split warpgroups meet in every step, which has one schedule"
+        if (c.split or c.wide or c.apart) and getattr(c, name):
+            return f"{name}: split, wide and apart have one schedule each"
+    if c.apart:
+        plain = c.deterministic and not (c.split or c.wide or c.dropout or c.softcap)
+        if not (plain and c.head_dim <= 128 and c.block_q == (128 if c.head_dim <= 64 else 64)):
+            return "apart: needs deterministic, no softcap, no dropout, 128 queries to head_dim 64 and 64 to 128"
+        return ""
+    if c.wide:
+        plain = not (c.split or c.dropout or c.softcap or c.deterministic)
+        if not (plain and c.block_q == 64 and 128 < c.head_dim <= 192 and c.head_dim_v <= 128):
+            return "wide: needs 64 queries, head_dim 129 to 192, head_dim_v to 128, and nothing but a mask"
+        return ""
     queries = c.block_q // 2 if c.split else c.block_q
     of_dq = c.dq_columns // (4 if c.block_q == 64 else 2)
     taken = (c.columns + c.columns_v) // 2 + queries + of_dq  # dK, dV, S and dP, dQ
@@ -297,6 +321,7 @@ def forward_kernel(config: ForwardConfig) -> KernelSpec:
 
 def backward_kernel(config: BackwardConfig) -> KernelSpec:
     return KernelSpec(
-        "backward_sm90.cuh", "backward_sm90", config, threads=384, params="attnlib::BackwardMapsParams",
-        params_size=params.BACKWARD_MAPS_SIZE,
+        "backward_sm90_kernel.cuh", "backward_sm90", config, threads=config.threads,
+        params="attnlib::BackwardMapsParams", params_size=params.BACKWARD_MAPS_SIZE,
+        shared="attnlib::WarpgroupBackwardTile<Config>::shared_bytes",
     )  # fmt: skip

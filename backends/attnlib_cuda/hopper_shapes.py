@@ -47,6 +47,8 @@ class BackwardShape(NamedTuple):
     order: bool
     dq_first: bool
     held: bool
+    wide: bool
+    apart: bool
 
 
 Shape = ForwardShape | BackwardShape

@@ -140,6 +140,8 @@ class CudaPlan:
                 "kernel": b.entry, "block_q": b.block_q, "block_k": b.block_k, "warps": b.warps,
                 "shared_bytes": b.shared_bytes,
             }  # fmt: skip
+            if isinstance(b, hopper.BackwardConfig):
+                found["backward"] |= {"warps": b.threads // 32, "form": b.form}
         return found
 
     # ------------------------------------------------------------ launching
@@ -380,12 +382,13 @@ class CudaPlan:
             k_tiles = problem.total_k // c.block_k + problem.batch + 1
         units = problem.num_heads_kv * (1 if packed else problem.batch)
         slots = heads * row_tiles
+        persistent = isinstance(c, hopper.BackwardConfig) and c.persistent
         ahead = 4 * -(-problem.seqlen_k // c.block_k) <= self._info.sm_count * self._backward_blocks
         values = {
             **self._sizes(problem), "row_tiles": row_tiles, "tiles": 0 if packed else q_tiles, "key_tiles": k_tiles,
             "section": min(units, self._backward_section(problem)) if c.right and not c.deterministic else 1,
             # Blocks that wait for later ones must run together, whatever a few other streams do.
-            "rotate": int(c.deterministic and ahead),
+            "rotate": int(c.deterministic and ahead and not persistent),
         }  # fmt: skip
         more = {**values, "stats_l": t.lse.numel(), "sinks_h": 1, "dsinks_h": 1}
 
@@ -399,7 +402,7 @@ class CudaPlan:
             dbias = self._step(problem, spec, layout, layout.known(values), (0, 1, 1))  # a warp an element: see there
         grid = (k_tiles * units, 1, 1)
         if isinstance(c, hopper.BackwardConfig):
-            if not c.deterministic:  # blocks draw one tile after the other
+            if persistent:  # blocks draw one tile after the other
                 grid = (min(self._info.sm_count, grid[0]), 1, 1)
             kernel = jit.load(hopper.backward_kernel(c), self._index, problem)
             boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))

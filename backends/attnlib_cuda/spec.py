@@ -23,6 +23,7 @@ class KernelSpec:
     threads, min_blocks: launch bounds (threads per block; blocks per multiprocessor to leave registers for).
     function, params: C++ names of the template and of its parameter struct.
     params_size: bytes the launcher will pass; checked against sizeof(params) at compile time (None: unchecked).
+    shared: C++ constant of the bytes of shared memory it uses; checked against config.shared_bytes at compile time.
     pointers: (name, byte offset) of addresses in the struct that must not be null in any launch.
     options: further NVRTC options, one word each.
     """
@@ -35,6 +36,7 @@ class KernelSpec:
     function: str = "attnlib::kernel"
     params: str = "attnlib::Params"
     params_size: int | None = None
+    shared: str | None = None
     pointers: tuple[tuple[str, int], ...] = ()
     options: tuple[str, ...] = ()
 
@@ -51,6 +53,9 @@ def render(spec: KernelSpec, arch: str) -> str:
     if spec.params_size is not None:
         text = f"params_size and struct {spec.params} differ"
         lines.append(f'static_assert(sizeof({spec.params}) == {spec.params_size}, "{text}");')
+    if spec.shared is not None:
+        text = f"{spec.shared} and config.shared_bytes differ"
+        lines.append(f'static_assert({spec.shared} == {spec.config.shared_bytes}, "{text}");')
     lines += [
         'extern "C" __global__ void __launch_bounds__(Config::threads, Config::min_blocks)',
         f"{spec.entry}(const __grid_constant__ {spec.params} params) {{ {spec.function}<Config>(params); }}",

@@ -5,8 +5,9 @@
 // A block takes one tile after the other, of block_k keys of one key/value head, and walks the query tiles that see them, for every
 // query head of the group. Of the loading warpgroup one thread draws the tiles and loads their keys and values, another loads the
 // queries, also those of the next tile while the last is being finished; two warpgroups compute. In a fixed order of additions a
-// block has one tile. S and dP are kept transposed (keys along the rows). dQ is added to a float32 workspace in fragment order
-// (gradient.cuh undoes it). Two ways to share the work:
+// block has one tile, but for backward_sm90_apart.cuh. S and dP are kept transposed (keys along the rows). dQ is added to a float32
+// workspace in fragment order (gradient.cuh undoes it). Two ways to share the work; backward_sm90_apart.cuh and
+// backward_sm90_wide.cuh have two more:
 //
 //   head dims to 128: 128 keys, 64 for each warpgroup. P and dS are the A operands of dV and dK as they are in registers; dS also
 //   goes through shared memory, as [query][key], where dQ wants it from both. The tensor cores' queue in a step j, and
@@ -56,13 +57,13 @@ struct WarpgroupBackward {
     // ---- products
     // [64 keys, queries] of this warpgroup's rows of K or V and of Q or dO
     template <int count>
-    __device__ __forceinline__ void issue_transposed(float (&to)[N][4], uint32_t keys, uint32_t queries) {
+    __device__ __forceinline__ void issue_transposed(float (&to)[N][4], uint32_t keys, uint32_t queries, bool kept = false) {
         (T::split ? queries : keys) += 128 * group * (T::split ? T::queries : T::keys);
         const Descriptor a(keys, 16), b(queries, 16);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < count; ++step)
-            ptx::Wgmma<T::queries>::template ss<T::half, false, false>(to, a.at(step / 4 * T::KPanel::bytes + step % 4 * 32), b.at(step / 4 * T::QPanel::bytes + step % 4 * 32), step > 0);
+            ptx::Wgmma<T::queries>::template ss<T::half, false, false>(to, a.at(step / 4 * T::KPanel::bytes + step % 4 * 32), b.at(step / 4 * T::QPanel::bytes + step % 4 * 32), step > 0 || kept);
     }
     // [64 keys, columns] += P or dS (registers, or what lies at `stored`) times dO or Q
     template <int columns>
@@ -451,10 +452,11 @@ struct WarpgroupBackward {
     }
 
     // This warp's 16 rows of dK or dV to global memory, through the place of dS in shared memory, of which a warpgroup has its part.
+    // key: of the warpgroup's first row; first: column of x's first.
     template <int columns, int dim>
-    __device__ __forceinline__ void write(const float (&x)[columns / 8][4], float factor, typename Config::element* to, int64_t stride, int count) const {
-        const int row0 = (T::split ? 0 : 64 * group) + 16 * warp(), first = T::split ? columns * group : 0;   // column
-        const uint32_t rows = base + T::ds_at + group * (T::split ? 2 * T::ds_bytes : T::QPanel::bytes) + 16 * warp() * 128, mine = rows + (lane & 15) * 128;
+    __device__ __forceinline__ void write_part(const float (&x)[columns / 8][4], float factor, typename Config::element* to, int64_t stride, int count, int key, int first) const {
+        const int row0 = key + 16 * warp();
+        const uint32_t rows = base + T::ds_at + group * (T::divided ? 2 * T::ds_bytes : T::QPanel::bytes) + 16 * warp() * 128, mine = rows + (lane & 15) * 128;
         __syncwarp();
 #pragma unroll
         for (int c = 0; c < columns / 8; c += 2) {
@@ -464,78 +466,20 @@ struct WarpgroupBackward {
             ptx::stmatrix_x4(mine + c / 8 * T::ds_bytes + (((c & 7) + (lane >> 4) ^ (lane & 7)) << 4), words[0], words[1], words[2], words[3]);
         }
         __syncwarp();
-        constexpr int chunks = (T::split ? columns : dim) / 8;
+        constexpr int chunks = (T::divided ? columns : dim) / 8;
 #pragma unroll 4
         for (int index = lane; index < 16 * chunks; index += 32) {
             const int local = index / chunks, chunk = index % chunks, row = row0 + local;
             if (row >= count || first + 8 * chunk >= dim) continue;
-            *reinterpret_cast<uint4*>(to + row * stride + first + 8 * chunk) = ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::ds_bytes + (((chunk & 7) ^ (local & 7)) << 4));
+            ptx::st_global_v4(to + row * stride + first + 8 * chunk, ptx::ld_shared_v4(rows + local * 128 + chunk / 8 * T::ds_bytes + (((chunk & 7) ^ (local & 7)) << 4)));
         }
+    }
+    __device__ __forceinline__ void write_values(float factor, typename Config::element* to, int64_t stride, int count) const {
+        write_part<T::columns_v, Config::head_dim_v>(dv[0], factor, to, stride, count, T::split ? 0 : 64 * group, T::split ? T::columns_v * group : 0);
+    }
+    __device__ __forceinline__ void write_keys(float factor, typename Config::element* to, int64_t stride, int count) const {
+        write_part<T::columns, Config::head_dim>(dk[0], factor, to, stride, count, T::split ? 0 : 64 * group, T::split ? T::columns * group : 0);
     }
 };
-
-template <class Config>
-__device__ __forceinline__ void kernel(const BackwardMapsParams& params) {
-    using T = WarpgroupBackwardTile<Config>;
-    using element = typename Config::element;
-    const BackwardParams& p = params.problem;
-    extern __shared__ __align__(1024) uint8_t shared[];
-    ptx::launch_dependents<Config>();
-    if constexpr (Config::deterministic) ptx::wait_dependency<Config>();   // the ticket
-    const uint32_t base = ptx::shared_address(shared);
-    const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0), lane = threadIdx.x & 31;
-    if (threadIdx.x == 0) {
-        ptx::mbarrier_init(base + T::keys_full, 1);
-        ptx::mbarrier_init(base + T::keys_empty, 8);
-        for (int i = 0; i < 2; ++i) {
-            ptx::mbarrier_init(base + T::tile_full + 8 * i, 1);
-            ptx::mbarrier_init(base + T::tile_empty + 8 * i, 9);
-        }
-        for (int i = 0; i < T::stages; ++i) {
-            ptx::mbarrier_init(base + T::q_full + 8 * i, 1);
-            ptx::mbarrier_init(base + T::q_empty + 8 * i, 8);
-        }
-        for (int i = 0; i < T::stages; ++i) {
-            ptx::mbarrier_init(base + T::o_full + 8 * i, 1);
-            ptx::mbarrier_init(base + T::o_empty + 8 * i, 8);
-        }
-        for (int i = 0; i < 3; ++i) ptx::mbarrier_init(base + T::ds_full + 8 * i, 8);
-        ptx::mbarrier_init_fence();
-        if constexpr (Config::deterministic) ptx::st_shared_b32(base + T::tile_at, atomicAdd(address<int>(p.ticket), 1));
-    }
-    __syncthreads();
-    const int block = Config::deterministic ? ptx::ld_shared_b32(base + T::tile_at) : blockIdx.x;
-    if constexpr (Config::deterministic) __syncthreads();   // before a record lies there
-    if (warpgroup == 0) {
-        ptx::give_registers<40>();
-        if (threadIdx.x == 0) load_queries<Config>(params, base, block);
-        if (threadIdx.x == 32) plan_tiles<Config>(params, base, block);
-    } else {
-        ptx::take_registers<232>();
-        ptx::wait_dependency<Config>();   // every thread: this kernel never ends before that one
-        WarpgroupBackward<Config> mine(p, base, warpgroup - 1, lane);
-        int visit = 0, state = 0;   // bit 0: place of the record, bits 1 and 2: phases of its barrier and of keys_full
-#pragma unroll 1
-        for (;;) {
-            const int slot = state & 1;
-            const uint32_t at = base + T::tile_at + KeyRecord::bytes * slot;
-            ptx::mbarrier_wait(base + T::tile_full + 8 * slot, state >> 1 & 1);
-            const int visits = ptx::ld_shared_b32(at), j0 = ptx::ld_shared_b32(at + 44);
-            if (visits < 0) break;
-            mine.run(min(static_cast<int>(ptx::ld_shared_b32(at + 24)) - j0, T::block_k), visit, visits, state >> 2);
-            ptx::bar_sync(3, 256);   // nobody reads dS any more
-            const KeyRecord tile = KeyRecord::read(at);
-            __syncwarp();
-            mine.release(T::tile_empty + 8 * slot);
-            const int64_t token = static_cast<int64_t>(tile.k_row) + tile.j0, batch = tile.batch;
-            if (p.dv) mine.template write<T::columns_v, Config::head_dim_v>(mine.dv[0], (Config::dropout ? p.keep_scale : 1.f) * (Config::fault == scaled_dv ? 1.004f : 1.f), address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + tile.head_kv * p.dv_h, p.dv_j, tile.count);
-            if (p.dk) mine.template write<T::columns, Config::head_dim>(mine.dk[0], p.scale, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + tile.head_kv * p.dk_h, p.dk_j, tile.count);
-            if constexpr (!T::persistent) break;
-            state = (state + 1 & 3) | (state & 4 ^ (tile.visits > 0 ? 4 : 0));
-            if constexpr (T::split) ptx::bar_sync(3, 256);   // all of the other's rows have left dS
-            else ptx::bar_sync(1 + mine.group, 128);
-        }
-    }
-}
 
 }  // namespace attnlib

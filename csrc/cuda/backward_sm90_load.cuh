@@ -14,36 +14,41 @@ struct WarpgroupBackwardTile {
     static constexpr int panels_of(int dim) { return Config::split ? (dim + 127) / 128 * 2 : (dim + 63) / 64; }
     using atom = Atom<Config>;
     static constexpr bool half = is_half<element>::value;
-    static constexpr bool split = Config::split;
+    static constexpr bool split = Config::split, wide = Config::wide, divided = split || wide;   // divided: columns of dK and dV
     static constexpr int block_q = Config::block_q, block_k = Config::block_k, stages = 2;
     static constexpr int queries = split ? block_q / 2 : block_q, keys = 64, N = queries / 8;   // of a warpgroup's S
-    static constexpr int panels = panels_of(Config::head_dim), panels_v = panels_of(Config::head_dim_v);
+    static constexpr int panels = panels_of(Config::head_dim), panels_v = wide ? 2 : panels_of(Config::head_dim_v);
     static constexpr int steps = (Config::head_dim + 15) / 16, steps_v = (Config::head_dim_v + 15) / 16;
     static constexpr int columns = Config::columns, columns_v = Config::columns_v;   // of a warpgroup's dK and dV, rounded up to what Wgmma has
     static constexpr int dq_rows = block_q / 64, dq_columns = 64 * panels / (2 / dq_rows);   // how the warpgroups share dQ
     using QPanel = Tile<Config, block_q, 64>;
     using KPanel = Tile<Config, block_k, 64>;
-    static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = split ? 4 : 3;
+    static constexpr int q_bytes = panels * QPanel::bytes, o_bytes = panels_v * QPanel::bytes, ds_bytes = block_q * block_k * 2, ds_buffers = divided ? 4 : 3;
     static constexpr int k_at = 0, v_at = panels * KPanel::bytes, q_at = v_at + panels_v * KPanel::bytes, o_at = q_at + stages * q_bytes;
     static constexpr int dq_floats = block_q * 64 * panels;
     static constexpr int ds_at = o_at + stages * o_bytes, rows_at = ds_at + ds_buffers * ds_bytes, rows_bytes = 8 * block_q;
     static constexpr int record_at = rows_at + stages * rows_bytes, record_bytes = 64, records = 8;
     static constexpr int keys_full = record_at + records * record_bytes, keys_empty = keys_full + 8, q_full = keys_empty + 8, q_empty = q_full + 8 * stages;
     static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
-    static constexpr bool persistent = !Config::deterministic;
-    static constexpr bool late = !split && !Config::dropout && columns + columns_v <= 192;   // there are registers for dK's operand until the next S is under way
-    static constexpr int tile_full = ds_full + 24, tile_empty = tile_full + 16, tile_at = tile_empty + 24;
+    static constexpr bool apart = Config::apart;   // dQ has a warpgroup of its own
+    static constexpr bool persistent = apart || !Config::deterministic;   // a block takes one tile after the other
+    static constexpr int pieces = dq_rows == 2 ? 2 : panels, piece_columns = 64;   // of dQ: 64 queries each, or a panel's columns
+    static constexpr bool late = !divided && !apart && !Config::dropout && columns + columns_v <= 192;   // there are registers for dK's operand until the next S is under way
+    static constexpr int ds_empty = ds_full + 24, tile_full = ds_empty + 24, tile_empty = tile_full + 16, tile_at = tile_empty + 16;
     static constexpr int drawn_at = tile_at + 128, exchange_at = drawn_at + 16, exchange_bytes = 8 * 128, exchanges = split ? 1 : 2;   // dropout: seed; bits for the neighbour (split warpgroups meet before the next)
     static constexpr int kept_at = exchange_at + exchanges * exchange_bytes;
     static constexpr bool keeps = Config::dropout && !split && block_q == 128;   // bits wait there
     static constexpr int shared_bytes = Config::dropout ? kept_at + (keeps ? 2048 : 0) : drawn_at;
     static constexpr bool tails = Config::lengths || Config::packed;
     static_assert(dq_rows == 1 || dq_rows == 2, "64 or 128 queries");
-    static_assert(dq_columns % 64 == 0 || dq_columns == 32, "whole panels, or half of the only one");
+    static_assert(wide || dq_columns % 64 == 0 || dq_columns == 32, "whole panels, or half of the only one");
     static_assert(block_k == (split ? 64 : 128) && (!split || block_q == 64), "the two ways to share the work");
     static_assert(!Scorer<Config>::natural && !Scorer<Config>::lookups, "scores that nothing but position touches");
-    static_assert(!split || !(Config::order || Config::dq_first || Config::held), "split warpgroups meet in every step");
+    static_assert(!wide || (block_q == 64 && panels == 3 && Config::head_dim_v <= 128 && persistent && !split && !Config::dropout && !Config::softcap), "what backward_sm90_wide.cuh is for");
+    static_assert(!apart || (Config::deterministic && !divided && !Config::dropout && !Config::softcap && panels <= 2 && (dq_rows == 2) == (panels == 1)), "what backward_sm90_apart.cuh is for");
+    static_assert(!(divided || apart) || !(Config::order || Config::dq_first || Config::held), "these have one schedule");
     static_assert(stages + 3 <= records, "a record outlives its stage by a step");
+    static_assert(!apart || stages + ds_buffers + 2 <= records, "and dS that waits for its warpgroup by another");
     static_assert(tile_at % 16 == 0 && drawn_at % 16 == 0, "vectors");
 };
 
@@ -121,17 +126,19 @@ __device__ __forceinline__ void plan_tiles(const BackwardMapsParams& params, uin
             for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, tile.head_kv, tile.batch, base + T::keys_full, once);
         }
         if constexpr (T::persistent) {
+            // Others wait for this tile: none is drawn before it can begin.
+            if (Config::deterministic) ptx::mbarrier_wait(base + T::keys_empty, (loaded & 1) ^ 1);
             ptx::wait_dependency<Config>();   // a kernel ahead may draw from the same counter, or set it to zero
             const int drawn = atomicAdd(address<int>(p.ticket), 1);
-            if (drawn == tiles - 1) *address<int>(p.ticket) = 0;   // the last ticket: one for each tile
-            block = drawn + static_cast<int>(gridDim.x);
+            if (!Config::deterministic && drawn == tiles - 1) *address<int>(p.ticket) = 0;   // the last ticket: one for each tile
+            block = drawn + (Config::deterministic ? 0 : static_cast<int>(gridDim.x));   // deterministic: the first were drawn, too
         } else block = tiles;
     }
 }
 
 // Another thread loads the queries that see them.
 template <class Config>
-__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, uint32_t base, int block) {
+__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, uint32_t base) {
     using T = WarpgroupBackwardTile<Config>;
     const BackwardParams& p = params.problem;
     if constexpr (Config::dropout) ptx::st_shared_b64(base + T::drawn_at, *address<const uint64_t>(p.seed));
@@ -156,9 +163,13 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, u
                 const int edge = Edges<Config>(p, position, count, of_head.z).cross(j0, j0 + T::block_k);
                 QueryRecord record{p.dq_sum + 4 * place * T::dq_floats, 0, count, position, edge, 0};
                 if constexpr (Config::deterministic) {
-                    const KeyTile<Config> work(p, block);
+                    Sequence seq{};
+                    seq.q_len = of_head.y;
+                    seq.kv_len = of_head.z;
+                    const uint4 span = ptx::ld_shared_v4(noted);
+                    const int key_tiles = (seq.kv_len + T::block_k - 1) / T::block_k;
                     record.turn = p.order + 4 * place * 8;
-                    record.rank = turn_of<Config, T::block_q, T::block_k>(work.window, work.seq, tile, work.tile, work.round, work.key_tiles);
+                    record.rank = turn_of<Config, T::block_q, T::block_k>(window_of<Config>(p, seq), seq, tile, j0 / T::block_k, round_of<Config>(p, key_tiles, span.w - span.z), key_tiles);
                 }
                 record.write(at);
                 ptx::st_shared_v2(at + 48, j0, of_head.z);

@@ -134,7 +134,7 @@ __device__ __forceinline__ void write_keys(const float (&acc)[M][C][4], float sc
         if (r >= count) break;
         const uint4 value = ptx::ld_shared_v4(tile + KeyTile::offset(r, first));
         element* target = to + r * stride + first;
-        if constexpr (dim % width == 0 && Config::aligned) *reinterpret_cast<uint4*>(target) = value;
+        if constexpr (dim % width == 0 && Config::aligned) ptx::st_global_v4(target, value);
         else {
             const uint32_t words[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll

@@ -299,7 +299,7 @@ __device__ __forceinline__ void write_rows(const ForwardParams& p, ForwardTile<C
         const int64_t token = (Config::packed ? seq.q_row : static_cast<int64_t>(b) * p.seqlen_q) + i;
         element* to = address<element>(p.out) + (token * p.heads_q + h) * Config::head_dim_v + column;
         const uint32_t from = staged + T::OTile::offset(local, column);
-        if constexpr (Config::head_dim_v % width == 0) *reinterpret_cast<uint4*>(to) = ptx::ld_shared_v4(from);
+        if constexpr (Config::head_dim_v % width == 0) ptx::st_global_v4(to, ptx::ld_shared_v4(from));
         else {
             const uint4 value = ptx::ld_shared_v4(from);
             const uint32_t words[4] = {value.x, value.y, value.z, value.w};

@@ -487,7 +487,7 @@ struct Warpgroup {
                     const int local = index / 8, chunk = index % 8, i = tile.i0 + row0 + local;
                     if (i >= tile.padded_q || chunk >= chunks) continue;
                     const uint4 value = ptx::ld_shared_v4(rows + local * 128 + ((chunk ^ (local & 7)) << 4));
-                    *reinterpret_cast<uint4*>(address<element>(p.out) + ((static_cast<int64_t>(tile.q_row) + i) * p.heads_q + tile.head) * Config::head_dim_v + 64 * panel + 8 * chunk) = value;
+                    ptx::st_global_v4(address<element>(p.out) + ((static_cast<int64_t>(tile.q_row) + i) * p.heads_q + tile.head) * Config::head_dim_v + 64 * panel + 8 * chunk, value);
                 }
                 __syncwarp();
             }

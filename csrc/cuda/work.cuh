@@ -41,6 +41,12 @@ struct Work {
     }
 };
 
+// KeyWork's round
+template <class Config>
+__device__ __forceinline__ int round_of(const BackwardParams& p, int key_tiles, int per_head) {
+    return Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head : 0;
+}
+
 // The keys that a block of the backward owns, and the query tiles that see them: [first, last) of every head of the group,
 // visited from `start` on. Causal tiles have the most queries first, deterministic ones the reverse.
 template <class Config, int block_q, int block_k>
@@ -87,7 +93,7 @@ struct KeyWork {
         per_head = last - first;
         // Blocks start at different tiles, so that they don't add to the same dQ at once.
         key_tiles = (seq.kv_len + block_k - 1) / block_k;
-        round = Config::deterministic && !Config::left && !Config::right && p.rotate && key_tiles > 0 ? per_head : 0;
+        round = round_of<Config>(p, key_tiles, per_head);
         start = Config::deterministic ? first + (round > 0 ? tile * round / key_tiles : 0) : !Config::right && per_head > 0 ? first + tile % per_head : first;
     }
 };
