@@ -92,7 +92,7 @@ def _spans(form: str) -> list[tuple[slice, slice, int]]:
         return [(slice(0, 500), slice(0, 700), b) for b in range(3)]
     if form == "lengths":
         return [(slice(0, q), slice(0, k), b) for b, (q, k) in enumerate(zip(_QUERIES, _KEYS, strict=True))]
-    q, k = (0, 500, 500, 565, 566, 800), (0, 700, 700, 830, 831, 1200)
+    q, k = (0, 500, 500, 565, 566, 800), (0, 700, 700, 830, 833, 1200)
     return [(slice(q[n], q[n + 1]), slice(k[n], k[n + 1]), 0) for n in range(5)]
 
 

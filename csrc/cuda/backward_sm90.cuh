@@ -66,13 +66,13 @@ struct WarpgroupBackward {
             ptx::Wgmma<T::queries>::template ss<T::half, false, false>(to, a.at(step / 4 * T::KPanel::bytes + step % 4 * 32), b.at(step / 4 * T::QPanel::bytes + step % 4 * 32), step > 0 || kept);
     }
     // [64 keys, columns] += P or dS (registers, or what lies at `stored`) times dO or Q
-    template <int columns>
+    template <int columns, int first = 0, int count = query_steps>
     __device__ __forceinline__ void issue_keys(float (&to)[columns / 8][4], const uint32_t (&x)[fragments][4], uint32_t stored, uint32_t queries) {
         if constexpr (T::split) queries += group * (columns / 64) * T::QPanel::bytes;
         const Descriptor a(stored, 16), b(queries, T::QPanel::bytes);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < query_steps; ++step) {
+        for (int step = first; step < first + count; ++step) {
             if constexpr (T::split) ptx::Wgmma<columns>::template ss<T::half, false, true>(to, a.at(step * 32), b.at(step * 2048), true);
             else ptx::Wgmma<columns>::template rs<T::half, true>(to, x[step], b.at(step * 2048), true);
         }

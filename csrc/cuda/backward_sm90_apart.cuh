@@ -96,8 +96,9 @@ struct QueryWarpgroup {
 };
 
 // The others. The tensor cores' queue in a step j, and what runs beside it:
-//     dK_{j-1} | P = exp(S - lse)     dP_j, dV_j | -     dS = P (dP - delta), stored     S_{j+1}
-// P gives its registers to dS, as the operand of dK.
+//     dK_{j-1} | P = exp(S - lse)     dP_j | -     dV_j | dS = P (dP - delta), stored     S_{j+1}
+// P gives its registers to dS, as the operand of dK. dV is computed in halves of the queries: PTX lets nobody read P while it is an
+// operand, so dS is made of the half that is not.
 template <class Config>
 struct ApartBackward : RoundedBackward<Config> {
     using Base = RoundedBackward<Config>;
@@ -107,11 +108,17 @@ struct ApartBackward : RoundedBackward<Config> {
 
     __device__ __forceinline__ ApartBackward(const BackwardParams& p, uint32_t base, int group, int lane) : Base(p, base, group, lane) {}
 
+    template <int half>
     __device__ __forceinline__ void differences(int visit) {
-        this->differences_of(visit, [&](int n, uint32_t(&kept)[4]) {
+        this->template differences_of<half * Base::N / 2, Base::N / 2>(visit, [&](int n, uint32_t(&kept)[4]) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) kept[i] = a[n / 2][i];
         });
+    }
+    template <int half>
+    __device__ __forceinline__ void issue_values(uint32_t o) {
+        this->template issue_keys<T::columns_v, half * Base::query_steps / 2, Base::query_steps / 2>(dv[0], a, 0, o);
+        ptx::wgmma_commit();
     }
 
     __device__ __forceinline__ void run(int keys, int& visit, int visits, int phase) {
@@ -139,13 +146,18 @@ struct ApartBackward : RoundedBackward<Config> {
             if constexpr (T::tails) this->clear_queries(o, T::panels_v, ptx::ld_shared_b32(record(visit) + 16));
             this->template issue_transposed<T::steps_v>(s[0], base + T::v_at, o, visit < 0);
             ptx::wgmma_commit();
-            this->template issue_keys<T::columns_v>(dv[0], a, 0, o);
-            ptx::wgmma_commit();
-            ptx::mbarrier_wait(base + T::ds_empty + 8 * place, turned ^ 1);   // the place of dS has no reader left
-            ptx::wgmma_wait<0>();   // dP, and dV: PTX lets nobody read P, its operand, before
+            issue_values<0>(o);
+            ptx::wgmma_wait<1>();   // dP
             ptx::pin(s[0]);
+            differences<1>(visit);
+            ptx::pin(s[0]);
+            ptx::mbarrier_wait(base + T::ds_empty + 8 * place, turned ^ 1);   // the place of dS has no reader left
+            ptx::wgmma_wait<0>();   // that half of dV
+            issue_values<1>(o);
+            differences<0>(visit);
+            ptx::pin(s[0]);
+            ptx::wgmma_wait<0>();   // dV
             release(T::o_empty + 8 * stage);
-            differences(visit);
             this->round(s[0], a);
             this->store(a, buffer(place));
             this->issue_scores(visit + 1, visit + 1 < end);   // behind the last step: of anything, and not used

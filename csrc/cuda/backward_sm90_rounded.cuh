@@ -20,14 +20,14 @@ struct RoundedBackward : WarpgroupBackward<Config> {
         x.bits = static_cast<uint16_t>(half ? word >> 16 : word);
         return to_float(x);
     }
-    // dS = P (dP - delta) in place of dP. probabilities(n, kept): P of tiles n and n + 1, rounded; asked for even n
-    template <class Probabilities>
+    // dS = P (dP - delta) in place of dP, of `count` tiles. probabilities(n, kept): P of tiles n and n + 1, rounded; asked for even n
+    template <int first, int count, class Probabilities>
     __device__ __forceinline__ void differences_of(int visit, const Probabilities& probabilities) {
         const uint32_t deltas = this->statistics(visit, 1);
         float delta[4];
         uint32_t kept[4];
 #pragma unroll
-        for (int n = 0; n < Base::N; ++n) {
+        for (int n = first; n < first + count; ++n) {
             this->take_statistics(deltas, n, delta);
             if (n % 2 == 0) probabilities(n, kept);
 #pragma unroll

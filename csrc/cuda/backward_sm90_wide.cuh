@@ -59,7 +59,7 @@ struct WideBackward : RoundedBackward<Config> {
         __syncwarp();
     }
     __device__ __forceinline__ void differences(int visit, uint32_t ps) {   // P comes back from where this warp stored it
-        this->differences_of(visit, [&](int n, uint32_t(&kept)[4]) { ptx::ldmatrix_x4(kept, place(ps, n / 2)); });
+        this->template differences_of<0, N>(visit, [&](int n, uint32_t(&kept)[4]) { ptx::ldmatrix_x4(kept, place(ps, n / 2)); });
     }
     // dQ in fragment order: a panel, or half of one
     __device__ __forceinline__ float* sum_place(int visit) const { return address<float>(sum_of(visit)) + (ptx::opaque_thread() / 32 - 4) * (T::dq_floats / 8) + 4 * lane; }
