@@ -96,9 +96,9 @@ struct QueryWarpgroup {
 };
 
 // The others. The tensor cores' queue in a step j, and what runs beside it:
-//     dK_{j-1} | P = exp(S - lse)     dP_j | -     dV_j | dS = P (dP - delta), stored     S_{j+1}
+//     dK_{j-1} | P = exp(S - lse)     dP_j | -     dV_j | dS = P (dP - delta)     - | dS is stored     S_{j+1}
 // P gives its registers to dS, as the operand of dK. dV is computed in halves of the queries: PTX lets nobody read P while it is an
-// operand, so dS is made of the half that is not.
+// operand, so dS is made of the half that is not (ptxas makes most of it later: docs/kernels/sm90_backward.md).
 template <class Config>
 struct ApartBackward : RoundedBackward<Config> {
     using Base = RoundedBackward<Config>;
