@@ -89,6 +89,7 @@ def test_structs_are_as_long_as_the_kernels_expect() -> None:
         hopper.backward_kernel(hopper.backward(PLAIN, HOPPER)),  # type: ignore[arg-type]
     ):
         assert f"== {spec.params_size}" in jit.render(spec, "sm_90a")
+        assert f"::shared_bytes == {spec.config.shared_bytes}," in jit.render(spec, "sm_90a")
 
 
 @pytest.mark.parametrize(

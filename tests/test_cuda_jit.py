@@ -155,6 +155,18 @@ def test_errors_name_the_kernel_and_the_problem(folder: Path) -> None:
     assert "tiny does not compile for sm_80" in str(caught.value) and "the problem" in str(caught.value)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sized(Config):
+    shared_bytes = 8
+
+
+def test_shared_memory_is_compared_at_compile_time(folder: Path) -> None:
+    spec = dataclasses.replace(SPEC, config=Sized())
+    jit.compile(dataclasses.replace(spec, shared="8"), "sm_80")
+    with pytest.raises(KernelError, match="16 and config.shared_bytes differ"):
+        jit.compile(dataclasses.replace(spec, shared="16"), "sm_80")
+
+
 def test_spills_are_seen(folder: Path) -> None:
     spec = dataclasses.replace(SPEC, entry="spilling", function="attnlib::spilling", config=Config(300))
     made = jit.compile(spec, "sm_80")

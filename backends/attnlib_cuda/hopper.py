@@ -316,6 +316,7 @@ def forward_kernel(config: ForwardConfig) -> KernelSpec:
     return KernelSpec(
         "forward_sm90.cuh", "forward_sm90", config, threads=32 * config.warps,
         params="attnlib::ForwardMapsParams", params_size=params.FORWARD_MAPS_SIZE,
+        shared="attnlib::WarpgroupTile<Config>::shared_bytes",
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ struct WarpgroupBackward {
     }
 
     // ---- products
-    // [64 keys, queries] of this warpgroup's rows of K or V and of Q or dO
+    // [64 keys, queries] of this warpgroup's rows of K or V and of Q or dO; kept: added to what `to` holds
     template <int count>
     __device__ __forceinline__ void issue_transposed(float (&to)[N][4], uint32_t keys, uint32_t queries, bool kept = false) {
         (T::split ? queries : keys) += 128 * group * (T::split ? T::queries : T::keys);
@@ -323,12 +323,15 @@ struct WarpgroupBackward {
         ptx::mbarrier_wait(base + T::ds_full + 8 * (visit % 3), visit / 3 & 1);
     }
 
-    // keys: of the tile, that there are; visits: query tiles to come, from number `visit` on; phase: of the barrier that K and V are there.
-    __device__ __forceinline__ void run(int keys, int& visit, int visits, int phase) {
+    __device__ __forceinline__ void clear_sums() {
         clear(dk);
         clear(dv);
         ptx::pin(dk[0]);
         ptx::pin(dv[0]);
+    }
+    // keys: of the tile, that there are; visits: query tiles to come, from number `visit` on; phase: of the barrier that K and V are there.
+    __device__ __forceinline__ void run(int keys, int& visit, int visits, int phase) {
+        clear_sums();
         if (visits == 0) return;
         const int end = visit + visits;
         bool later = false;   // than the first

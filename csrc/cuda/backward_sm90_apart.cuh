@@ -122,17 +122,11 @@ struct ApartBackward : RoundedBackward<Config> {
     }
 
     __device__ __forceinline__ void run(int keys, int& visit, int visits, int phase) {
-        clear(dk);
-        clear(dv);
-        ptx::pin(dk[0]);
-        ptx::pin(dv[0]);
+        this->clear_sums();
         if (visits == 0) return;
         const int end = visit + visits;
         bool later = false;   // than the first
-        this->await_keys(keys, phase);
-        this->issue_scores(visit, true);
-        ptx::wgmma_wait<0>();
-        ptx::pin(s[0]);
+        this->first_scores(keys, visit, phase);
 #pragma unroll 1
         for (; visit < end; ++visit, later = true) {
             const int stage = visit % T::stages, place = visit % T::ds_buffers, turned = visit / T::ds_buffers & 1;

@@ -37,7 +37,8 @@ struct RoundedBackward : WarpgroupBackward<Config> {
             }
         }
     }
-    // S of a step whose queries are there, or soon; else of anything
+    // S of a step whose queries are there, or soon; else of anything. ptxas gives a product that starts at zero registers of its own:
+    // whether S and dP do is not for it to know, so it keeps them in the same (visit < 0 is never so).
     __device__ __forceinline__ void issue_scores(int visit, bool there) {
         const int stage = visit % T::stages;
         const uint32_t q = base + T::q_at + stage * T::q_bytes;
@@ -47,6 +48,12 @@ struct RoundedBackward : WarpgroupBackward<Config> {
         }
         this->template issue_transposed<T::steps>(s[0], base + T::k_at, q, visit < 0);
         ptx::wgmma_commit();
+    }
+    __device__ __forceinline__ void first_scores(int keys, int visit, int phase) {
+        this->await_keys(keys, phase);
+        issue_scores(visit, true);
+        ptx::wgmma_wait<0>();
+        ptx::pin(s[0]);
     }
 };
 

@@ -89,6 +89,7 @@ struct WideBackward : RoundedBackward<Config> {
             ptx::pin(x[m]);
         }
     }
+
     __device__ __forceinline__ void run(int keys, int& visit, int visits, int phase) {
         clear_pinned(dk_wide);
         clear_pinned(dk_half);
@@ -96,10 +97,7 @@ struct WideBackward : RoundedBackward<Config> {
         if (visits == 0) return;
         const int end = visit + visits;
         bool later = false;
-        this->await_keys(keys, phase);
-        this->issue_scores(visit, true);
-        ptx::wgmma_wait<0>();
-        ptx::pin(s[0]);
+        this->first_scores(keys, visit, phase);
 #pragma unroll 1
         for (; visit < end; ++visit, later = true) {
             const int stage = visit % T::stages;
@@ -137,7 +135,7 @@ struct WideBackward : RoundedBackward<Config> {
             add_half(visit);
             this->issue_scores(visit + 1, visit + 1 < end);   // behind the last step: of anything, and not used
             issue_dk(1, ds, q);
-            ptx::wgmma_wait<1>();   // dV and the next S
+            ptx::wgmma_wait<1>();   // the next S
             ptx::pin(s[0]);
             release(T::o_empty + 8 * stage);
         }
