@@ -82,14 +82,63 @@ def test_structs_are_as_long_as_the_kernels_expect() -> None:
     maps = [bytes(128)] * 4
     forward = params.with_maps(maps, bytes(params.FORWARD.size) + bytes(8), params.FORWARD_MAPS_SIZE)
     assert len(forward) == params.FORWARD_MAPS_SIZE
-    backward = params.with_maps(maps, bytes(params.BACKWARD.size), params.BACKWARD_MAPS_SIZE)
-    assert len(backward) == params.BACKWARD_MAPS_SIZE
+    backward = params.with_maps(
+        maps, params.with_tiles(bytes(params.BACKWARD.size), {"dq": 7}), params.BACKWARD_TILES_SIZE
+    )
+    assert len(backward) == params.BACKWARD_TILES_SIZE
+    assert backward[params.BACKWARD_MAPS_SIZE :].startswith(b"\7")
     for spec in (
         hopper.forward_kernel(hopper.forward(PLAIN, HOPPER)),  # type: ignore[arg-type]
         hopper.backward_kernel(hopper.backward(PLAIN, HOPPER)),  # type: ignore[arg-type]
     ):
         assert f"== {spec.params_size}" in jit.render(spec, "sm_90a")
         assert f"::shared_bytes == {spec.config.shared_bytes}," in jit.render(spec, "sm_90a")
+
+
+SHORT = replace(PLAIN, batch=32, seqlen_q=512, seqlen_k=512, num_heads_q=32, num_heads_kv=32, grads=("q", "k", "v"))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"seqlen_q": 1024, "seqlen_k": 1024}, False),  # sums and queries of 132 heads: 1.3 times L2
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "window": (None, 0)}, True),
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "deterministic": True}, True),
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "window": (None, 0)}, False),
+        ({"batch": 5}, False),  # 160 heads: in the second round 28 of 132 multiprocessors work
+        ({"batch": 4}, True),
+        ({"window": (None, 0), "seqlen_q": 513}, False),  # the first query sees no key
+        ({"window": (None, 0), "seqlen_q": 513, "top_left": True}, True),
+        ({"window": (None, 1), "seqlen_q": 513}, True),
+        ({"window": (511, None)}, False),
+        ({"lengths": True}, False),
+        ({"packed": True, "total_q": 1 << 14, "total_k": 1 << 14}, False),
+        ({"head_dim": 192, "head_dim_v": 128}, False),
+        ({"batch": 0}, False),
+        ({"seqlen_k": 0}, False),
+    ],
+)
+def test_which_problems_have_blocks_that_take_whole_heads(change: dict[str, Any], expected: bool) -> None:
+    problem = replace(SHORT, **{"head_dim": 64, "head_dim_v": 64} | change)
+    config = hopper.backward(problem, HOPPER)
+    assert config is not None
+    assert hopper.whole_heads(problem, HOPPER, config) is expected
+    if problem.deterministic:  # turns only where blocks share a head
+        assert config.deterministic is not expected
+        assert hopper.size_class(problem, HOPPER)[-1] is not expected  # type: ignore[index]
+
+
+def test_whole_heads_that_are_asked_for_and_not_possible() -> None:
+    problem = replace(SHORT, lengths=True)
+    config = hopper.backward(problem, HOPPER)
+    assert config is not None
+    with pytest.raises(ValueError, match="whole_heads: needs dense operands"):
+        hopper.whole_heads(problem, HOPPER, config, True)
+    plain = replace(SHORT, deterministic=True)
+    turns = hopper.backward(plain, HOPPER, whole=False)
+    assert turns is not None
+    assert turns.deterministic
 
 
 @pytest.mark.parametrize(
@@ -101,6 +150,14 @@ def test_how_many_heads_the_backward_interleaves(head_dim: int, length: int, hea
     config = hopper.backward(replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim), HOPPER)
     assert config is not None
     assert hopper.section(config, length, HOPPER) == heads
+
+
+def test_long_causal_calls_interleave_half_as_many_heads() -> None:
+    for length, heads in ((4096, 32), (8192, 8), (16384, 4)):
+        problem = replace(PLAIN, seqlen_q=length, seqlen_k=length, window=(None, 0))
+        config = hopper.backward(problem, HOPPER)
+        assert config is not None
+        assert hopper.section(config, length, HOPPER) == heads
 
 
 class Host:
@@ -195,7 +252,9 @@ def test_the_table_is_the_text_of_its_file() -> None:
          "forward D192/128 full,causal,left,window, no softcap, no dropout"),
         ({"head_dim": 136, "head_dim_v": 136}, "forward", "forward D192 full,causal,left,window, no dropout"),
         ({"head_dim": 64, "head_dim_v": 64, "dropout_p": 0.5}, "forward",
-         "forward D128 full,causal,left,window, no softcap, dropout"),
+         "forward D64 full,causal,left,window, no softcap, dropout"),
+        ({"head_dim": 72, "head_dim_v": 64, "dropout_p": 0.5, "softcap": 9.0}, "forward",
+         "forward D128 full,causal,left,window, dropout"),
         ({"seqlen_q": 4097, "window": (9, 9)}, "backward",
          "backward D128 full,left,window, no softcap, no dropout, no deterministic"),
         ({"dropout_p": 0.5, "deterministic": True}, "backward",
@@ -242,7 +301,7 @@ def test_a_wrong_file_names_the_row(change: Callable[[dict[str, Any]], Any], mes
     [
         (("forward", 12), {"block_k": 128}, "forward D256 .*shared memory: needs at most 232448 bytes"),
         (("forward", 6), {"block_k": 72}, "forward D128 full,causal, .*block_k: needs one of"),
-        (("forward", 13), {"block_k": 80}, "forward D128 .*block_k: with dropout needs a multiple of 32"),
+        (("forward", 13), {"block_k": 80}, "forward D64 .*block_k: with dropout needs a multiple of 32"),
         (("forward", 0), {"warpgroups": 5}, "forward D64 .*warpgroups: needs 2, 3 or 4, got 5"),
         (("forward", 0), {"block_k": 128}, "forward D64 .*registers: needs less than 112, tiles alone take 128"),
         (("forward", 0), {"stages": 1}, "forward D64 .*needs stages >= 2"),

@@ -192,6 +192,34 @@ def test_wide_tiles_where_blocks_take_several(form: str, dims: tuple[int, int], 
     assert _agree(_gradients(form, leaves, window=window), _wanted(form, leaves, window), form)
 
 
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 37)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (40, 40), (96, 80), (128, 128), (192, 192), (256, 136)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any", "fixed"])
+def test_blocks_that_take_whole_heads(deterministic: bool, dims: tuple[int, int], window: Any) -> None:
+    """Chosen for many short heads; here few have them, and 3 * 144 more than there are multiprocessors."""
+    _on_hopper()
+    for heads in (4, 288):
+        leaves = _leaves("dense", dims, heads)
+        with dispatch.use_config({"whole_heads": True}):
+            found = [_gradients("dense", leaves, deterministic=deterministic, window=window) for _ in range(3)]
+        assert _agree(found[0], _wanted("dense", leaves, window), "dense")
+        for again in found[1:]:
+            assert all(torch.equal(x, y) for x, y in zip(found[0], again, strict=True))
+
+
+def test_whole_heads_without_a_gradient_of_q_or_with_dropout() -> None:
+    _on_hopper()
+    leaves = _leaves("dense", (128, 128), heads=4)
+    with dispatch.use_config({"whole_heads": True}):
+        full = _gradients("dense", leaves, dropout_p=0.2, dropout_seed=3)
+        out = attnlib.attention(leaves[0].detach(), *leaves[1:], dropout_p=0.2, dropout_seed=3, backend=f"{NAME}:sm_90")
+        some = torch.autograd.grad(out, leaves[1:], randn(*out.shape, seed=7))
+    plain = _gradients("dense", leaves, dropout_p=0.2, dropout_seed=3)
+    assert all(torch.equal(x, y.float()) for x, y in zip(full[1:], some, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(full[1:], plain[1:], strict=True))
+    assert (full[0] - plain[0]).norm() < 1e-3 * plain[0].norm()
+
+
 # --- tiles by the clock ---------------------------------------------------------------------------------------------
 
 _TUNED = """

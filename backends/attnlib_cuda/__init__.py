@@ -94,7 +94,10 @@ class CudaBackend(BackendBase):
         from . import device, features, hopper
 
         left, right = problem.window
-        rows = hopper.size_class(problem, device.for_arch(target.arch)) if family == "sm_90" else None
+        rows = None
+        if family == "sm_90":
+            info = device.info(target.index or 0) if target.present else device.for_arch(target.arch)
+            rows = hopper.size_class(problem, info)
         return features.rows(problem), features.pack(problem), left is None, right is None, rows
 
     def plan(

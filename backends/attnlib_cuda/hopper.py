@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,8 @@ class BackwardConfig(Features):
 
 
 WGMMA_WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 256)  # that csrc/cuda/ptx/wgmma.cuh has, and 32
+# Of L2, where whole_heads pays: without an edge, and with one or instead of turns (docs/kernels/sm90_backward.md).
+_WHOLE_HEADS_L2 = {False: 0.8, True: 1.45}
 _COMPUTING = {2: 232, 3: 160, 4: 112}  # warpgroups: registers of a thread of theirs
 _FORWARD_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "warpgroups": (2, 3, 4), "block_k": (32, *WGMMA_WIDTHS), "stages": (2, 3, 4), "q_buffers": (1, 2),
@@ -171,11 +173,16 @@ def forward(
 
 
 def backward(
-    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None
-) -> BackwardConfig | None:
-    """As forward, for the backward."""
+    problem: AttentionProblem, target: device.DeviceInfo, fault: str = "", shape: Mapping[str, Any] | None = None,
+    whole: bool | None = None,
+) -> BackwardConfig | None:  # fmt: skip
+    """As forward, for the backward. Its `deterministic` says that blocks add to dQ in turn; whole: see whole_heads."""
     if not covers(problem, target):
         return None
+    if problem.deterministic and not shape:
+        free = backward(replace(problem, deterministic=False), target, fault)
+        if free is not None and whole_heads(problem, target, free, whole):
+            return free
     row = hopper_shapes.table().find("backward", problem)
     chosen = row.shape._asdict() | dict(shape or {})
     split = chosen["split"]
@@ -196,19 +203,52 @@ def backward(
 
 
 def size_class(problem: AttentionProblem, target: device.DeviceInfo) -> Hashable:
-    """What lengths decide: the rows of the table; None where the wgmma kernels do not cover the problem."""
+    """What sizes decide: the rows of the table by lengths, and whether a fixed order needs turns; None where the wgmma
+    kernels do not cover the problem."""
     if not covers(problem, target):
         return None
-    return tuple(hopper_shapes.table().find(kernel, problem).seqlen for kernel in hopper_shapes.KERNELS)
+    rows = tuple(hopper_shapes.table().find(kernel, problem).seqlen for kernel in hopper_shapes.KERNELS)
+    if not problem.deterministic:
+        return rows
+    config = backward(problem, target)
+    return (*rows, config is not None and config.deterministic)
 
 
 def section(config: BackwardConfig, seqlen_k: int, target: device.DeviceInfo) -> int:
     """Heads whose tiles the backward interleaves: eight tiles for each multiprocessor, so that the last
     section has short ones to end with; and so few that about four tiles of a head (eight of 64 keys) run at a time and
-    find each other's queries in L2. A power of two, which most often divides all heads."""
+    find each other's queries in L2. Half as many where tiles are longest (the schedule of long causal calls has that
+    from 97 columns on). A power of two, which most often divides all heads."""
     key_tiles = -(-seqlen_k // config.block_k)
-    fitting = min(target.sm_count * config.block_k // 512, 8 * target.sm_count // max(key_tiles, 1))
+    tiles = 4 if config.dq_first and config.held else 8
+    fitting = min(target.sm_count * config.block_k // 512, tiles * target.sm_count // max(key_tiles, 1))
     return 1 << max(1, fitting).bit_length() - 1
+
+
+def whole_heads(
+    problem: AttentionProblem, target: device.DeviceInfo, config: BackwardConfig, asked: bool | None = None
+) -> bool:
+    """Whether a block takes all key tiles of a head, so that the order of additions to dQ is fixed and dQ needs neither
+    zeros nor a kernel that rounds it. Chosen where the sums and the queries in flight stay in L2 and heads fill the
+    multiprocessors; `asked` says so instead, a ValueError where that is not possible."""
+    left, right = problem.window
+    first = 0 if problem.top_left else problem.seqlen_k - problem.seqlen_q  # position of the first query
+    sees = problem.seqlen_k > 0 and left is None and (right is None or first + right >= 0)
+    able = not (config.wide or config.deterministic or (config.held and (config.dq_first or config.dropout)))
+    possible = able and sees and not problem.packed and not problem.lengths
+    if asked is not None:
+        if asked and not possible:
+            raise ValueError(
+                "whole_heads: needs dense operands without lengths, whose every query sees the first key, and a kernel "
+                f"of 64 or 128 queries in no fixed order, got {problem} and {config.form}"
+            )
+        return asked
+    rows = -(-problem.seqlen_q // config.block_q) * config.block_q
+    row_bytes = 4 * config.dq_columns + problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v)
+    rounds = -(-problem.batch * problem.num_heads_kv // target.sm_count)
+    busy = problem.batch * problem.num_heads_kv / (target.sm_count * max(rounds, 1))
+    part = _WHOLE_HEADS_L2[right is not None or problem.deterministic]
+    return possible and busy >= 0.8 and target.sm_count * problem.group * rows * row_bytes <= part * target.l2_bytes
 
 
 # ---------------------------------------------------------------- what fits
@@ -323,6 +363,6 @@ def forward_kernel(config: ForwardConfig) -> KernelSpec:
 def backward_kernel(config: BackwardConfig) -> KernelSpec:
     return KernelSpec(
         "backward_sm90_kernel.cuh", "backward_sm90", config, threads=config.threads,
-        params="attnlib::BackwardMapsParams", params_size=params.BACKWARD_MAPS_SIZE,
+        params="attnlib::BackwardTilesParams", params_size=params.BACKWARD_TILES_SIZE,
         shared="attnlib::WarpgroupBackwardTile<Config>::shared_bytes",
     )  # fmt: skip

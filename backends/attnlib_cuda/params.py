@@ -75,6 +75,7 @@ FORWARD = ParamsLayout(
     "q:q_b,q_i,q_h,k_b,k_j,k_h,v_b,v_j,v_h,stats_l,sinks_h" + SEQUENCES + SIZES + "i:tiles,section,splits",
 )
 FORWARD_MAPS_SIZE, BACKWARD_MAPS_SIZE = 1024, 1088  # of ForwardMapsParams and BackwardMapsParams: see with_maps
+BACKWARD_TILES_SIZE = 1152  # of BackwardTilesParams in backward_sm90_load.cuh
 COMBINE = ParamsLayout(
     "CombineParams",
     "p:out,lse,stats,sinks,partial_out,partial_lse,q_lens,cu_q q:stats_l,sinks_h "
@@ -95,6 +96,7 @@ BACKWARD = ParamsLayout(
     + SIZES
     + "i:tiles,key_tiles,section,rotate",
 )
+BACKWARD_TILES = ParamsLayout("BackwardTilesParams", "p:dq q:dq_b,dq_i,dq_h")  # what it has behind the maps
 DELTA = ParamsLayout(
     "DeltaParams",
     "p:out,dout,lse,stats,dlse,rows,dq_sum,q_lens,cu_q "
@@ -123,6 +125,11 @@ ALL = (FORWARD, COMBINE, APPEND, BACKWARD, DELTA, QUERY_GRADIENT, SINK_GRADIENT,
 def with_maps(maps: Sequence[bytes], members: bytes, size: int) -> bytes:
     """A struct that starts with tensor maps of 128 bytes and is a multiple of 64 bytes long."""
     return b"".join((*maps, members)).ljust(size, b"\0")
+
+
+def with_tiles(members: bytes, values: Mapping[str, Any]) -> bytes:
+    """Members of BackwardTilesParams: those behind the maps, and its own."""
+    return members.ljust(BACKWARD_MAPS_SIZE - 4 * 128, b"\0") + BACKWARD_TILES.pack(values)
 
 
 def declaration(layout: ParamsLayout) -> str:

@@ -99,6 +99,7 @@ class _Backward:
     rows: int
     dq_sum: int
     order: int
+    whole_heads: bool  # the kernel rounds dq itself
 
 
 class CudaPlan:
@@ -115,6 +116,7 @@ class CudaPlan:
         names = ("forward", "backward", "wgmma_forward", "wgmma_backward")
         inner = {name: dict(wanted.pop(name, {})) for name in names}
         self._splits = wanted.pop("num_splits", None)
+        self._whole: bool | None = wanted.pop("whole_heads", None)
         self._forward_steps: _Forward | None = None
         self._backward_steps: _Backward | None = None
         self._forward, self._blocks = config.forward(problem, self._info, fault, wanted | inner["forward"])
@@ -124,9 +126,11 @@ class CudaPlan:
         if problem.grads:
             self._backward_blocks = 1
             if wgmma:
-                self._backward = hopper.backward(problem, self._info, fault, inner["wgmma_backward"])
+                self._backward = hopper.backward(problem, self._info, fault, inner["wgmma_backward"], self._whole)
             if self._backward is None:
                 self._backward, self._backward_blocks = config.backward(problem, self._info, fault, inner["backward"])
+            elif self._whole and isinstance(self._backward, hopper.BackwardConfig):
+                hopper.whole_heads(problem, self._info, self._backward, True)
             self._backward_rows = config.rows_config(problem, self._backward)
 
     def describe(self) -> Mapping[str, Any]:
@@ -327,6 +331,8 @@ class CudaPlan:
         }  # fmt: skip
 
         delta = ready.delta.values | work
+        if ready.whole_heads:
+            delta["dq_sum"] = 0  # nothing to zero
         delta["stats"] = _address(t.stats)
         _put(delta, t.out, _OUT, packed)
         _put(delta, t.dout, _DOUT, packed)
@@ -345,13 +351,22 @@ class CudaPlan:
         if counters is not None:
             main["order"] = counters.data_ptr()  # the ticket is the last
             main["ticket"] = main["order"] + 4 * (counters.numel() - 1)
-        ready.main.run(ready.main.layout.filled(main), stream, problem, t)
+        members = ready.main.layout.filled(main)
+        if isinstance(ready.main, MappedStep):
+            tiles: dict[str, Any] = {}
+            if ready.whole_heads:
+                dq = (
+                    allocate(tuple(t.q.shape), t.q.dtype, t.q.device) if t.dq is None else t.dq
+                )  # held until the launch
+                _put(tiles, dq, _DQ, packed)
+            members = params.with_tiles(members, tiles)
+        ready.main.run(members, stream, problem, t)
 
-        if t.dq is not None:
-            dq = ready.dq.values.copy()
-            dq["dq_sum"], dq["q_lens"], dq["cu_q"] = work["dq_sum"], work["q_lens"], work["cu_q"]
-            _put(dq, t.dq, _DQ, packed)
-            ready.dq.launch(dq, stream, problem)
+        if t.dq is not None and not ready.whole_heads:
+            last = ready.dq.values.copy()
+            last["dq_sum"], last["q_lens"], last["cu_q"] = work["dq_sum"], work["q_lens"], work["cu_q"]
+            _put(last, t.dq, _DQ, packed)
+            ready.dq.launch(last, stream, problem)
         if ready.dbias is not None and t.dbias is not None:
             sizes = [1 if stride == 0 else size for size, stride in zip(t.dbias.shape, t.dbias.stride(), strict=True)]
             dbias = {name: main.get(name, value) for name, value in ready.dbias.values.items()}
@@ -401,12 +416,16 @@ class CudaPlan:
             layout, spec = params.BIAS_GRADIENT, config.bias_gradient_kernel(c)
             dbias = self._step(problem, spec, layout, layout.known(values), (0, 1, 1))  # a warp an element: see there
         grid = (k_tiles * units, 1, 1)
+        whole_heads = isinstance(c, hopper.BackwardConfig) and hopper.whole_heads(problem, self._info, c, self._whole)
+        if whole_heads:
+            values["section"], grid = 1, (units, 1, 1)
+        assert whole_heads or c.deterministic or not problem.deterministic
         if isinstance(c, hopper.BackwardConfig):
             if persistent:  # blocks draw one tile after the other
                 grid = (min(self._info.sm_count, grid[0]), 1, 1)
             kernel = jit.load(hopper.backward_kernel(c), self._index, problem)
             boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))
-            layout, size = params.BACKWARD, params.BACKWARD_MAPS_SIZE
+            layout, size = params.BACKWARD, params.BACKWARD_TILES_SIZE
             template = layout.template(values)
             main: Step = MappedStep(kernel, layout, template, grid, c.shared_bytes, boxes, size, early=True)
         else:
@@ -421,6 +440,7 @@ class CudaPlan:
             dbias=dbias,
             dsinks=small("sink_gradient", params.SINK_GRADIENT, (heads, 1, 1)) if t.dsinks is not None else None,
             rows=slots * c.block_q * (4 if c.natural else 2),
-            dq_sum=slots * c.block_q * c.dq_columns,
+            dq_sum=(grid[0] * problem.group * q_tiles if whole_heads else slots) * c.block_q * c.dq_columns,
             order=slots * c.warps + 1 if c.deterministic else 0,
+            whole_heads=whole_heads,
         )

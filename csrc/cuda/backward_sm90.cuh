@@ -24,8 +24,10 @@
 #pragma once
 
 #include "backward_sm90_load.cuh"
+#include "ptx/sums.cuh"
 #include "ptx/wgmma.cuh"
 #include "product.cuh"
+#include "quad.cuh"
 
 namespace attnlib {
 
@@ -210,9 +212,19 @@ struct WarpgroupBackward {
             }
             __syncwarp();
         }
+        const int alone = T::whole_heads ? ptx::ld_shared_b32(record(visit) + 28) : 0;
+        if (alone == 1) {
 #pragma unroll
-        for (int c = 0; c < CQ; ++c)
-            if (c < valid) ptx::red_add_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+            for (int c = 0; c < CQ; ++c) ptx::st_kept_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+        } else if (alone) {
+#pragma unroll
+            for (int c = 0; c < CQ; ++c)
+                if (c < valid) ptx::red_add_kept_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+        } else {
+#pragma unroll
+            for (int c = 0; c < CQ; ++c)
+                if (c < valid) ptx::red_add_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+        }
         if constexpr (Config::deterministic) __syncwarp();
     }
     __device__ __forceinline__ uint64_t sum_of(int visit) const { return ptx::ld_shared_b64(record(visit)); }
@@ -482,6 +494,36 @@ struct WarpgroupBackward {
     }
     __device__ __forceinline__ void write_keys(float factor, typename Config::element* to, int64_t stride, int count) const {
         write_part<T::columns, Config::head_dim>(dk[0], factor, to, stride, count, T::split ? 0 : 64 * group, T::split ? T::columns * group : 0);
+    }
+    // Whole heads: dQ of a query head from the sums, of which every thread takes those to which it added.
+    __device__ __forceinline__ void write_queries(int head, typename Config::element* to, int64_t stride, int64_t head_stride) const {
+        constexpr int warps = 4 * T::dq_rows;   // over the rows of a tile
+        const int thread = ptx::opaque_thread() - 128;
+        const float* sum = address<const float>(p.dq_sum) + whole_head_place(p, head) * T::dq_floats + thread / 32 * (T::dq_floats / 8) + 4 * lane;
+        const int row0 = 16 * (thread / 32 % warps) + lane / 4, column0 = thread / 32 / warps * 8 * CQ + 8 * (lane & 3);
+        to += head * head_stride;
+        constexpr int together = 32 / CQ;   // tiles whose loads are under way
+#pragma unroll 1
+        for (int tile0 = 0; tile0 < p.tiles; tile0 += together) {
+            float x[together][CQ][4];
+#pragma unroll
+            for (int u = 0; u < together; ++u)
+#pragma unroll
+                for (int c = 0; c < CQ; ++c) ptx::ld_f32x4(sum + min(tile0 + u, p.tiles - 1) * T::dq_floats + 128 * c, x[u][c]);
+#pragma unroll
+            for (int u = 0; u < together; ++u)
+#pragma unroll
+                for (int c = 0; c < CQ; c += 4)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        uint32_t word[4];
+#pragma unroll
+                        for (int t = 0; t < 4; ++t) word[t] = pack<Config>(x[u][c + t][2 * r] * p.scale, x[u][c + t][2 * r + 1] * p.scale);
+                        exchange_quad(word, lane);
+                        const int row = T::block_q * (tile0 + u) + row0 + 8 * r, column = column0 + 8 * c;
+                        if (row < p.seqlen_q && column < Config::head_dim) ptx::st_global_v4(to + row * stride + column, make_uint4(word[0], word[1], word[2], word[3]));
+                    }
+        }
     }
 };
 

@@ -8,6 +8,14 @@
 
 namespace attnlib {
 
+// dq: not 0 where a block takes all key tiles of a head ("whole heads", below), for dQ in the element type.
+struct BackwardTilesParams {
+    BackwardMapsParams maps;
+    uint64_t dq;
+    int64_t dq_b, dq_i, dq_h;
+};
+static_assert(sizeof(BackwardTilesParams) == 1152, "params.py and this differ");
+
 template <class Config>
 struct WarpgroupBackwardTile {
     using element = typename Config::element;
@@ -32,6 +40,7 @@ struct WarpgroupBackwardTile {
     static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
     static constexpr bool apart = Config::apart;   // dQ has a warpgroup of its own
     static constexpr bool persistent = apart || !Config::deterministic;   // a block takes one tile after the other
+    static constexpr bool whole_heads = !Config::deterministic && !wide && !(Config::held && (Config::dq_first || Config::dropout));   // can take all tiles of a head, if asked to (the last: no registers)
     static constexpr int pieces = dq_rows == 2 ? 2 : panels, piece_columns = 64;   // of dQ: 64 queries each, or a panel's columns
     static constexpr bool late = !divided && !apart && !Config::dropout && columns + columns_v <= 192;   // there are registers for dK's operand until the next S is under way
     static constexpr int ds_empty = ds_full + 24, tile_full = ds_empty + 24, tile_empty = tile_full + 16, tile_at = tile_empty + 16;
@@ -52,7 +61,8 @@ struct WarpgroupBackwardTile {
     static_assert(tile_at % 16 == 0 && drawn_at % 16 == 0, "vectors");
 };
 
-// What the loading thread tells the others of a query tile. count: queries in it; position: of the first. Behind it lie, for
+// What the loading thread tells the others of a query tile. count: queries in it; position: of the first; rank: with
+// whole heads 1 if dQ starts with this tile of keys, else 2. Behind it lie, for
 // dropout, query head, first query and sequence (32), and first key and kv_len of the tile of keys (48).
 struct QueryRecord {
     uint64_t dq, turn;     // where dQ is added; deterministic: the counter that must stand at rank
@@ -86,13 +96,31 @@ struct KeyRecord {
     }
 };
 
+// Whole heads: few tiles, of which a block takes all that a key/value head has, the first keys first. So nobody else adds to the head's
+// dQ: its sums begin as what the first tile stores, in a place that is the block's for all its heads and so stays in L2, and end in
+// the block, too. Every query must see the first key. This is where, in query tiles, the sums of a query head begin.
+__device__ __forceinline__ int64_t whole_head_place(const BackwardParams& p, int head) {
+    const int group = p.heads_q / p.heads_kv;
+    return (static_cast<int64_t>(blockIdx.x) * group + head % group) * p.tiles;
+}
+
+// Under a causal mask, whether the last queries come first: all tiles of keys see those, so blocks that begin together find each
+// other's queries and dQ in L2 for longer where a group has several heads, or tiles of different lengths drift apart over them. Where
+// it brings nothing, blocks start where their mask does, and so at different queries.
+template <class Config>
+__device__ __forceinline__ bool last_queries_first(const BackwardParams& p) {
+    return Config::right && !Config::deterministic && (Config::wide || p.heads_q != p.heads_kv);
+}
+
 // One thread hands out tiles, and loads their keys and values when those of the tile before are no longer read.
 template <class Config>
-__device__ __forceinline__ void plan_tiles(const BackwardMapsParams& params, uint32_t base, int block) {
+__device__ __forceinline__ void plan_tiles(const BackwardTilesParams& all, uint32_t base, int block) {
     using T = WarpgroupBackwardTile<Config>;
+    const BackwardMapsParams& params = all.maps;
     const BackwardParams& p = params.problem;
-    const int tiles = p.key_tiles * p.heads_kv * (Config::packed ? 1 : p.batch);
-    int loaded = 0;
+    const int of_head = T::whole_heads && all.dq ? p.key_tiles : 1;   // tiles that one ticket stands for
+    const int tiles = p.key_tiles / of_head * p.heads_kv * (Config::packed ? 1 : p.batch);
+    int loaded = 0, within = 0;
 #pragma unroll 1
     for (int passed = 0;; ++passed) {
         const int slot = passed % 2;
@@ -105,10 +133,10 @@ __device__ __forceinline__ void plan_tiles(const BackwardMapsParams& params, uin
         }
         KeyRecord tile{};
         {
-            const KeyTile<Config> work(p, block);
+            const KeyTile<Config> work(p, block * of_head + within);
             if (!work.idle) {
                 const bool any = work.per_head > 0;
-                tile = {any ? work.group * work.per_head : 0, work.start, work.first, work.last,
+                tile = {any ? work.group * work.per_head : 0, any && last_queries_first<Config>(p) ? work.last - 1 : work.start, work.first, work.last,
                         Config::fault == head_mod ? work.head_kv : work.head_kv * work.group, work.seq.q_len, work.seq.kv_len, static_cast<int>(work.window.offset),
                         static_cast<int>(work.seq.q_row), any ? static_cast<int>(first_tile<Config>(p, work.b, T::block_q)) : 0, work.seq.index, work.j0,
                         static_cast<int>(work.seq.k_row), work.head_kv, Config::packed ? 0 : work.b, work.seq.padded_k - work.j0};
@@ -126,6 +154,8 @@ __device__ __forceinline__ void plan_tiles(const BackwardMapsParams& params, uin
             for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::v_at + panel * T::KPanel::bytes, &params.v, 64 * panel, row, tile.head_kv, tile.batch, base + T::keys_full, once);
         }
         if constexpr (T::persistent) {
+            if (++within < of_head) continue;
+            within = 0;
             // Others wait for this tile: none is drawn before it can begin.
             if (Config::deterministic) ptx::mbarrier_wait(base + T::keys_empty, (loaded & 1) ^ 1);
             ptx::wait_dependency<Config>();   // a kernel ahead may draw from the same counter, or set it to zero
@@ -138,8 +168,9 @@ __device__ __forceinline__ void plan_tiles(const BackwardMapsParams& params, uin
 
 // Another thread loads the queries that see them.
 template <class Config>
-__device__ __forceinline__ void load_queries(const BackwardMapsParams& params, uint32_t base) {
+__device__ __forceinline__ void load_queries(const BackwardTilesParams& all, uint32_t base) {
     using T = WarpgroupBackwardTile<Config>;
+    const BackwardMapsParams& params = all.maps;
     const BackwardParams& p = params.problem;
     if constexpr (Config::dropout) ptx::st_shared_b64(base + T::drawn_at, *address<const uint64_t>(p.seed));
     ptx::wait_dependency<Config>();   // row statistics
@@ -162,6 +193,10 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, u
                 const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
                 const int edge = Edges<Config>(p, position, count, of_head.z).cross(j0, j0 + T::block_k);
                 QueryRecord record{p.dq_sum + 4 * place * T::dq_floats, 0, count, position, edge, 0};
+                if (T::whole_heads && all.dq) {
+                    record.dq = p.dq_sum + 4 * T::dq_floats * (whole_head_place(p, head) + tile);
+                    record.rank = j0 == 0 ? 1 : 2;
+                }
                 if constexpr (Config::deterministic) {
                     Sequence seq{};
                     seq.q_len = of_head.y;
@@ -176,7 +211,7 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, u
                 if constexpr (Config::dropout) ptx::st_shared_v4(at + 32, make_uint4(head, i0, ptx::ld_shared_b32(noted + 40), 0));
             }
             const int row = static_cast<int>(ptx::ld_shared_b32(noted + 32)) + i0, batch = ptx::ld_shared_b32(noted + 56);
-            const uint64_t keep = ptx::evict_last();
+            const uint64_t keep = T::whole_heads && all.dq ? ptx::evict_first() : ptx::evict_last();   // the former: beside sums
             const uint32_t full = base + T::q_full + 8 * stage;
             ptx::mbarrier_wait(base + T::q_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
             ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
@@ -187,7 +222,9 @@ __device__ __forceinline__ void load_queries(const BackwardMapsParams& params, u
             for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row, head, batch, base + T::o_full + 8 * stage, keep);
             ++visit;
             const uint4 span = ptx::ld_shared_v4(noted);
-            if (++tile == static_cast<int>(span.w)) tile = span.z;
+            const int first = span.z, last = span.w;
+            if (last_queries_first<Config>(p)) tile = tile == first ? last - 1 : tile - 1;
+            else tile = tile + 1 == last ? first : tile + 1;
             if (tile == static_cast<int>(span.y)) head += Config::fault == head_mod ? p.heads_kv : 1;
         }
         ptx::mbarrier_arrive(base + T::tile_empty + 8 * slot);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "score.cuh"
+#include "quad.cuh"
 
 namespace attnlib {
 
@@ -159,16 +160,7 @@ __device__ __forceinline__ void query_gradient_kernel(const QueryGradientParams&
                 uint32_t word[4];
 #pragma unroll
                 for (int t = 0; t < 4; ++t) word[t] = pack<Config>(x[t][2 * r], x[t][2 * r + 1]);
-#pragma unroll
-                for (int step = 1; step < 4; step *= 2)
-#pragma unroll
-                    for (int t = 0; t < 4; ++t)
-                        if ((t & step) == 0) {
-                            const bool upper = lane & step;
-                            const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? word[t] : word[t + step], step);
-                            if (upper) word[t] = got;
-                            else word[t + step] = got;
-                        }
+                exchange_quad(word, lane);
                 const int column = column0 + 8 * (lane & 3);
                 if (row < mine.count && column < Config::head_dim) *reinterpret_cast<uint4*>(to + column) = {word[0], word[1], word[2], word[3]};
             } else {
