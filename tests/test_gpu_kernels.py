@@ -96,9 +96,9 @@ def _spans(form: str) -> list[tuple[slice, slice, int]]:
     return [(slice(q[n], q[n + 1]), slice(k[n], k[n + 1]), 0) for n in range(5)]
 
 
-def _leaves(form: str, dims: tuple[int, int], heads: int) -> list[torch.Tensor]:
+def _leaves(form: str, dims: tuple[int, int], heads: int, group: int = 2) -> list[torch.Tensor]:
     q_rows, k_rows = ((800,), (1200,)) if form == "packed" else ((3, 500), (3, 700))
-    sizes = ((*q_rows, heads, dims[0]), (*k_rows, heads // 2, dims[0]), (*k_rows, heads // 2, dims[1]))
+    sizes = ((*q_rows, heads, dims[0]), (*k_rows, heads // group, dims[0]), (*k_rows, heads // group, dims[1]))
     return [randn(*size, seed=seed).requires_grad_() for seed, size in enumerate(sizes)]
 
 
@@ -119,10 +119,13 @@ def _wanted(form: str, leaves: list[torch.Tensor], window: tuple[int | None, int
     """The same from the whole matrix of scores, in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in leaves)
     dout = randn(*q.shape[:-1], v.shape[-1], seed=7).double()
-    total = q.new_zeros(())
+    total, group = q.new_zeros(()), q.shape[-2] // k.shape[-2]
     for rows, columns, b in _spans(form):
         pick = (lambda x, at: x[at]) if form == "packed" else (lambda x, at, b=b: x[b, at])
-        s = torch.einsum("qhd,khd->hqk", pick(q, rows), pick(k, columns).repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
+        s = (
+            torch.einsum("qhd,khd->hqk", pick(q, rows), pick(k, columns).repeat_interleave(group, 1))
+            * q.shape[-1] ** -0.5
+        )
         if 0 in s.shape:
             continue
         i = torch.arange(s.shape[1], device="cuda")[:, None] + s.shape[2] - s.shape[1]
@@ -130,7 +133,7 @@ def _wanted(form: str, leaves: list[torch.Tensor], window: tuple[int | None, int
         left, right = window
         hidden = ((j < i - left) if left is not None else j < 0) | ((j > i + right) if right is not None else j < 0)
         p = torch.softmax(s.masked_fill(hidden, -torch.inf), -1).nan_to_num(0.0)
-        out = torch.einsum("hqk,khd->qhd", p, pick(v, columns).repeat_interleave(2, 1))
+        out = torch.einsum("hqk,khd->qhd", p, pick(v, columns).repeat_interleave(group, 1))
         total = total + (out * pick(dout, rows)).sum()
     return list(torch.autograd.grad(total, (q, k, v)))
 
@@ -190,6 +193,17 @@ def test_wide_tiles_where_blocks_take_several(form: str, dims: tuple[int, int], 
     _on_hopper()
     leaves = _leaves(form, dims, heads=96)
     assert _agree(_gradients(form, leaves, window=window), _wanted(form, leaves, window), form)
+
+
+@pytest.mark.parametrize("window", _WINDOWS, ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("form", ["dense", "lengths", "packed"])
+def test_groups_of_many_heads_see_queries_in_runs(form: str, dims: tuple[int, int], window: Any) -> None:
+    """Of eight query tiles each: the last one first, and of what a sequence has."""
+    _on_hopper()
+    for heads, group in ((16, 8), (27, 9), (32, 32)):
+        leaves = _leaves(form, dims, heads, group)
+        assert _agree(_gradients(form, leaves, window=window), _wanted(form, leaves, window), form), (heads, group)
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 37)], ids=str)

@@ -105,8 +105,9 @@ __device__ __forceinline__ int64_t whole_head_place(const BackwardParams& p, int
 }
 
 // Under a causal mask, whether the last queries come first: all tiles of keys see those, so blocks that begin together find each
-// other's queries and dQ in L2 for longer where a group has several heads, or tiles of different lengths drift apart over them. Where
-// it brings nothing, blocks start where their mask does, and so at different queries.
+// other's queries and dQ in L2 for longer where a group has several heads, or tiles of different lengths drift apart over them. Of eight
+// heads and more, each has its turn with eight query tiles before any has the eight before those. Where it brings nothing, blocks start
+// where their mask does, and so at different queries.
 template <class Config>
 __device__ __forceinline__ bool last_queries_first(const BackwardParams& p) {
     return Config::right && !Config::deterministic && (Config::wide || p.heads_q != p.heads_kv);
@@ -181,6 +182,7 @@ __device__ __forceinline__ void load_queries(const BackwardTilesParams& all, uin
         ptx::mbarrier_wait(base + T::tile_full + 8 * slot, passed / 2 & 1);
         const uint32_t noted = base + T::tile_at + KeyRecord::bytes * slot;
         int left = ptx::ld_shared_b32(noted), tile = ptx::ld_shared_b32(noted + 4), head = ptx::ld_shared_b32(noted + 16);
+        int member = 0;   // of the group: the head
         if (left < 0) break;
 #pragma unroll 1
         for (; left > 0; --left) {
@@ -222,10 +224,22 @@ __device__ __forceinline__ void load_queries(const BackwardTilesParams& all, uin
             for (int panel = 0; panel < T::panels_v; ++panel) ptx::tensor_load(base + T::o_at + stage * T::o_bytes + panel * T::QPanel::bytes, &params.dout, 64 * panel, row, head, batch, base + T::o_full + 8 * stage, keep);
             ++visit;
             const uint4 span = ptx::ld_shared_v4(noted);
-            const int first = span.z, last = span.w;
-            if (last_queries_first<Config>(p)) tile = tile == first ? last - 1 : tile - 1;
-            else tile = tile + 1 == last ? first : tile + 1;
-            if (tile == static_cast<int>(span.y)) head += Config::fault == head_mod ? p.heads_kv : 1;
+            const int first = span.z, last = span.w, next_head = Config::fault == head_mod ? p.heads_kv : 1;
+            if (last_queries_first<Config>(p)) {
+                const int group = p.heads_q / p.heads_kv, run = group < 8 ? 1 << 30 : 8, begin = max(first, tile & -run);
+                if (tile > begin) --tile;
+                else if (++member < group) {
+                    tile = min(last, (tile & -run) + run) - 1;
+                    head += next_head;
+                } else {
+                    tile = begin - 1;
+                    head -= (group - 1) * next_head;
+                    member = 0;
+                }
+                continue;
+            }
+            tile = tile + 1 == last ? first : tile + 1;
+            if (tile == static_cast<int>(span.y)) head += next_head;
         }
         ptx::mbarrier_arrive(base + T::tile_empty + 8 * slot);
     }
