@@ -121,11 +121,13 @@ SHORT = replace(PLAIN, batch=32, seqlen_q=512, seqlen_k=512, num_heads_q=32, num
 )
 def test_which_problems_have_blocks_that_take_whole_heads(change: dict[str, Any], expected: bool) -> None:
     problem = replace(SHORT, **{"head_dim": 64, "head_dim_v": 64} | change)
-    config = hopper.backward(problem, HOPPER)
-    assert config is not None
-    assert hopper.whole_heads(problem, HOPPER, config) is expected
+    found = hopper.backward(problem, HOPPER)
+    assert found is not None
+    assert hopper.whole_heads(problem, HOPPER, found) is expected
+    if expected:
+        assert hopper.backward_kernel(replace(found, whole=True)) in config.kernels(problem, "sm_90a")
     if problem.deterministic:  # turns only where blocks share a head
-        assert config.deterministic is not expected
+        assert found.deterministic is not expected
         assert hopper.size_class(problem, HOPPER)[-1] is not expected  # type: ignore[index]
 
 
@@ -135,6 +137,7 @@ def test_whole_heads_that_are_asked_for_and_not_possible() -> None:
     assert config is not None
     with pytest.raises(ValueError, match="whole_heads: needs dense operands"):
         hopper.whole_heads(problem, HOPPER, config, True)
+    assert hopper.whole_variant(problem, config) is None
     plain = replace(SHORT, deterministic=True)
     turns = hopper.backward(plain, HOPPER, whole=False)
     assert turns is not None

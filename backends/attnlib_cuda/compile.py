@@ -49,8 +49,6 @@ def jobs(problem: AttentionProblem, arch: str) -> list[Job]:
             queries = length if problem.seqlen_q > 1 else problem.seqlen_q
             sizes: dict[str, Any] = {} if problem.packed else {"total_q": -1, "total_k": -1}
             problems.append(dataclasses.replace(problem, seqlen_q=queries, seqlen_k=length, **sizes))
-        if problem.deterministic:  # where a block has all keys of a head, no order is needed
-            problems += [dataclasses.replace(one, deterministic=False) for one in problems]
     try:
         return list(dict.fromkeys((spec, arch) for one in problems for spec in config.kernels(one, arch)))
     except ValueError as error:

@@ -162,7 +162,7 @@ def _in_whole_blocks(tries: Sequence[tuple[_Config, int, bool]]) -> list[tuple[_
     found = whole + [(config, count) for config, count, touched in tries if config.partial_blocks and touched]
     if not found:
         raise ValueError("shape: needs warps that can share a tile, in one block of the block mask or made for several")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, block_k: int, resident: int) -> int:
@@ -306,7 +306,7 @@ def _backward_shapes(problem: AttentionProblem, capability: int, touched: bool) 
             found += [((*shape, n, n, blocks), share) for n in stages]
     if blocks > 1:
         found += [((1, 4, 1, 32, n, n, 1), 0.0) for n in stages]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def _backward_of(problem: AttentionProblem, fields: Mapping[str, Any], part: float) -> BackwardConfig | None:
@@ -437,6 +437,9 @@ def kernels(problem: AttentionProblem, arch: str, wgmma: bool = True) -> Sequenc
         if wgmma and (mine := hopper.backward(problem, target)) is not None:
             main = mine
             found.append(hopper.backward_kernel(mine))
+            free = hopper.backward(replace(problem, deterministic=False), target)
+            if free is not None and (whole := hopper.whole_variant(problem, free)) is not None:
+                found += [hopper.backward_kernel(whole), small_kernel("delta", rows_config(problem, whole))]
         else:
             main, blocks = backward(problem, target)
             found.append(backward_kernel(main, blocks))
@@ -446,4 +449,4 @@ def kernels(problem: AttentionProblem, arch: str, wgmma: bool = True) -> Sequenc
         found += [small_kernel("delta", extra), small_kernel("query_gradient", extra)]
         if "sinks" in problem.grads:
             found.append(small_kernel("sink_gradient", extra))
-    return found
+    return list(dict.fromkeys(found))

@@ -69,7 +69,8 @@ class BackwardConfig(Features):
     split: warpgroups share keys and divide the columns of dK and dV. columns: widths of their products. order: they
     take turns with their products. dq_first: dQ (of the step before) is issued before dV. held: exponentials end
     before dP is awaited. wide: 128 keys whose columns of dK and dV the warpgroups divide (backward_sm90_wide.cuh).
-    apart: deterministic, and dQ has a warpgroup of its own (backward_sm90_apart.cuh).
+    apart: deterministic, and dQ has a warpgroup of its own (backward_sm90_apart.cuh). whole: a block takes all key
+    tiles of a head; chosen by sizes, not by the table (whole_heads).
     """
 
     deterministic: bool
@@ -83,6 +84,7 @@ class BackwardConfig(Features):
     held: bool
     wide: bool
     apart: bool
+    whole: bool = False
     pack: bool = False
 
     entry = "backward_sm90"
@@ -225,17 +227,24 @@ def section(config: BackwardConfig, seqlen_k: int, target: device.DeviceInfo) ->
     return 1 << max(1, fitting).bit_length() - 1
 
 
+def whole_variant(problem: AttentionProblem, config: BackwardConfig) -> BackwardConfig | None:
+    """The kernel whose blocks take whole heads, as some lengths of the problem may have it; None where none does."""
+    dense = not (problem.packed or problem.lengths or problem.window.left is not None)
+    no_room = config.held and (config.dq_first or config.dropout)  # for registers
+    possible = dense and not (config.wide or config.deterministic or no_room)
+    return replace(config, whole=True) if possible else None
+
+
 def whole_heads(
     problem: AttentionProblem, target: device.DeviceInfo, config: BackwardConfig, asked: bool | None = None
 ) -> bool:
     """Whether a block takes all key tiles of a head, so that the order of additions to dQ is fixed and dQ needs neither
     zeros nor a kernel that rounds it. Chosen where the sums and the queries in flight stay in L2 and heads fill the
     multiprocessors; `asked` says so instead, a ValueError where that is not possible."""
-    left, right = problem.window
+    right = problem.window.right
     first = 0 if problem.top_left else problem.seqlen_k - problem.seqlen_q  # position of the first query
-    sees = problem.seqlen_k > 0 and left is None and (right is None or first + right >= 0)
-    able = not (config.wide or config.deterministic or (config.held and (config.dq_first or config.dropout)))
-    possible = able and sees and not problem.packed and not problem.lengths
+    sees = problem.seqlen_k > 0 and (right is None or first + right >= 0)
+    possible = sees and whole_variant(problem, config) is not None
     if asked is not None:
         if asked and not possible:
             raise ValueError(

@@ -423,7 +423,7 @@ class CudaPlan:
         if isinstance(c, hopper.BackwardConfig):
             if persistent:  # blocks draw one tile after the other
                 grid = (min(self._info.sm_count, grid[0]), 1, 1)
-            kernel = jit.load(hopper.backward_kernel(c), self._index, problem)
+            kernel = jit.load(hopper.backward_kernel(replace(c, whole=whole_heads)), self._index, problem)
             boxes = (("q", c.block_q), ("k", c.block_k), ("v", c.block_k), ("dout", c.block_q))
             layout, size = params.BACKWARD, params.BACKWARD_TILES_SIZE
             template = layout.template(values)

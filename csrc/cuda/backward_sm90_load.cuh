@@ -8,7 +8,7 @@
 
 namespace attnlib {
 
-// dq: not 0 where a block takes all key tiles of a head ("whole heads", below), for dQ in the element type.
+// dq: dQ in the element type, where a block takes all key tiles of a head ("whole heads", below).
 struct BackwardTilesParams {
     BackwardMapsParams maps;
     uint64_t dq;
@@ -40,7 +40,7 @@ struct WarpgroupBackwardTile {
     static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
     static constexpr bool apart = Config::apart;   // dQ has a warpgroup of its own
     static constexpr bool persistent = apart || !Config::deterministic;   // a block takes one tile after the other
-    static constexpr bool whole_heads = !Config::deterministic && !wide && !(Config::held && (Config::dq_first || Config::dropout));   // can take all tiles of a head, if asked to (the last: no registers)
+    static constexpr bool whole_heads = Config::whole;   // a block takes all tiles of a head
     static constexpr int pieces = dq_rows == 2 ? 2 : panels, piece_columns = 64;   // of dQ: 64 queries each, or a panel's columns
     static constexpr bool late = !divided && !apart && !Config::dropout && columns + columns_v <= 192;   // there are registers for dK's operand until the next S is under way
     static constexpr int ds_empty = ds_full + 24, tile_full = ds_empty + 24, tile_empty = tile_full + 16, tile_at = tile_empty + 16;
@@ -56,6 +56,7 @@ struct WarpgroupBackwardTile {
     static_assert(!wide || (block_q == 64 && panels == 3 && Config::head_dim_v <= 128 && persistent && !split && !Config::dropout && !Config::softcap), "what backward_sm90_wide.cuh is for");
     static_assert(!apart || (Config::deterministic && !divided && !Config::dropout && !Config::softcap && panels <= 2 && (dq_rows == 2) == (panels == 1)), "what backward_sm90_apart.cuh is for");
     static_assert(!(divided || apart) || !(Config::order || Config::dq_first || Config::held), "these have one schedule");
+    static_assert(!whole_heads || (persistent && !apart && !wide && !tails && !Config::left), "what whole heads are for");
     static_assert(stages + 3 <= records, "a record outlives its stage by a step");
     static_assert(!apart || stages + ds_buffers + 2 <= records, "and dS that waits for its warpgroup by another");
     static_assert(tile_at % 16 == 0 && drawn_at % 16 == 0, "vectors");
@@ -119,7 +120,7 @@ __device__ __forceinline__ void plan_tiles(const BackwardTilesParams& all, uint3
     using T = WarpgroupBackwardTile<Config>;
     const BackwardMapsParams& params = all.maps;
     const BackwardParams& p = params.problem;
-    const int of_head = T::whole_heads && all.dq ? p.key_tiles : 1;   // tiles that one ticket stands for
+    const int of_head = T::whole_heads ? p.key_tiles : 1;   // tiles that one ticket stands for
     const int tiles = p.key_tiles / of_head * p.heads_kv * (Config::packed ? 1 : p.batch);
     int loaded = 0, within = 0;
 #pragma unroll 1
@@ -195,7 +196,7 @@ __device__ __forceinline__ void load_queries(const BackwardTilesParams& all, uin
                 const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
                 const int edge = Edges<Config>(p, position, count, of_head.z).cross(j0, j0 + T::block_k);
                 QueryRecord record{p.dq_sum + 4 * place * T::dq_floats, 0, count, position, edge, 0};
-                if (T::whole_heads && all.dq) {
+                if constexpr (T::whole_heads) {
                     record.dq = p.dq_sum + 4 * T::dq_floats * (whole_head_place(p, head) + tile);
                     record.rank = j0 == 0 ? 1 : 2;
                 }
@@ -213,7 +214,7 @@ __device__ __forceinline__ void load_queries(const BackwardTilesParams& all, uin
                 if constexpr (Config::dropout) ptx::st_shared_v4(at + 32, make_uint4(head, i0, ptx::ld_shared_b32(noted + 40), 0));
             }
             const int row = static_cast<int>(ptx::ld_shared_b32(noted + 32)) + i0, batch = ptx::ld_shared_b32(noted + 56);
-            const uint64_t keep = T::whole_heads && all.dq ? ptx::evict_first() : ptx::evict_last();   // the former: beside sums
+            const uint64_t keep = T::whole_heads ? ptx::evict_first() : ptx::evict_last();   // the former: beside sums
             const uint32_t full = base + T::q_full + 8 * stage;
             ptx::mbarrier_wait(base + T::q_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
             ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
