@@ -231,7 +231,7 @@ PYBIND11_MODULE(ATTNLIB_MODULE, m) {
         .def("forward", [](const Call& call, int threads, const py::tuple& operands) { call.run(false, threads, operands); })
         .def("backward", [](const Call& call, int threads, const py::tuple& operands) { call.run(true, threads, operands); });
     m.def("describe", &describe, "(backward, family, threads, problem): how one direction is cut, as a dict.");
-    m.def("supported_families", &supported_families, "Bits: portable, avx2, avx512, avx512bf16.");
+    m.def("supported_families", &supported_families, "Bits: portable, avx2, avx512, avx512bf16, amx.");
     py::tuple faults(sizeof(kFaults) / sizeof(kFaults[0]));
     for (size_t i = 0; i < faults.size(); ++i) faults[i] = py::str(kFaults[i]);
 #ifdef ATTNLIB_TEST_FAULTS

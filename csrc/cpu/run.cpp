@@ -11,6 +11,7 @@
 #include <cstring>
 #include <vector>
 
+#include "amx.h"
 #include "pool.h"
 
 namespace attnlib {
@@ -269,7 +270,8 @@ int supported_families() {
         const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        return 1 | (avx2 ? 2 : 0) | (avx512 ? 4 : 0) | (avx512 && __builtin_cpu_supports("avx512bf16") ? 8 : 0);
+        const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+        return 1 | (avx2 ? 2 : 0) | (avx512 ? 4 : 0) | (bf16 ? 8 : 0) | (bf16 && amx_state() == Amx::usable ? 16 : 0);
     }();
     return mask;
 #else
