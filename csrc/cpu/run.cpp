@@ -18,7 +18,7 @@ namespace attnlib {
 
 extern const Kernels portable_f32, portable_f64;
 #if defined(ATTNLIB_X86)
-extern const Kernels avx2_f32, avx2_f64, avx512_f32, avx512_f64, avx512_bf16;
+extern const Kernels avx2_f32, avx2_f64, avx512_f32, avx512_f64, avx512_bf16, amx_bf16;
 #endif
 
 namespace {
@@ -26,6 +26,10 @@ namespace {
 const Kernels& kernels_for(int family, DType dtype, bool pairs) {
     const bool wide = dtype == DType::f64;
 #if defined(ATTNLIB_X86)
+#if defined(ATTNLIB_AMX)
+    if (family == kAmx && dtype == DType::bf16 && pairs) return amx_bf16;
+#endif
+    if (family == kAmx) family = kAvx512;
     if (family == kAvx512 && dtype == DType::bf16 && pairs && (supported_families() & 8)) return avx512_bf16;
     if (family == kAvx512) return wide ? avx512_f64 : avx512_f32;
     if (family == kAvx2) return wide ? avx2_f64 : avx2_f32;
