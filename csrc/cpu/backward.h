@@ -349,7 +349,7 @@ template <class T> struct Backward {
             for (int64_t c = runs[n].begin; c < end; c += lanes<R>) {
                 const Vec<R> x = load<R>(s + c);
                 const auto hidden = x == -infinity<R>;
-                Vec<R> prob = exp_of<R>(rounded(x * factor) - m) * inverse, grad = load<R>(dp + c);
+                Vec<R> prob = T::exp(rounded(x * factor) - m) * inverse, grad = load<R>(dp + c);
                 prob = hidden ? Vec<R>{} : prob;
                 if constexpr (dropout) {
                     const Vec<R> kept = keep_vector<R>(keep + c) * inverse_kept;

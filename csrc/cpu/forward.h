@@ -228,8 +228,10 @@ template <class T> struct Forward {
         }
         for (int64_t r = 0; r < rows; r += lanes<R>) store<R>(correction + r, exp_of<R>(load<R>(correction + r)));
         if (p.has(Fault::no_rescale)) for (R& c : correction) c = 1;
+        bool fresh = true;  // O is still 0
         for (int64_t r = 0; r < rows; ++r) {
             const R* s = w.score + r * w.ld;
+            fresh &= w.sum[r0 + r] == 0;
             Word* prob = w.prob + r * w.ld;
             const uint8_t* keep = w.keep + (r0 + r) * w.keys;
             const R total = p.dropout_threshold
@@ -237,8 +239,14 @@ template <class T> struct Forward {
                                 : exponentials<false>(count, w.runs, s, scorer.factor, top[r], prob, keep);
             w.sum[r0 + r] = w.sum[r0 + r] * correction[r] + total;
         }
-        gemm_depth<T, Start::scaled>(rows, w.width_v, count, w.runs, w.prob, w.ld, 1, tile.v, tile.v_at,
-                                     w.out + r0 * w.width_v, w.width_v, correction);
+        R* const out = w.out + r0 * w.width_v;
+        if (T::tiled && fresh) {
+            gemm_depth<T, T::tiled ? Start::zero : Start::add>(rows, w.width_v, count, w.runs, w.prob, w.ld, 1, tile.v, tile.v_at,
+                                                               out, w.width_v);
+        } else {
+            gemm_depth<T, Start::scaled>(rows, w.width_v, count, w.runs, w.prob, w.ld, 1, tile.v, tile.v_at, out, w.width_v,
+                                         correction);
+        }
     }
 
     // Maximum of a row over its runs; NaN is passed over here and stays in the sum.
@@ -268,7 +276,7 @@ template <class T> struct Forward {
                 Vec<R> e[vectors];
                 for (int v = 0; v < vectors; ++v) {
                     const int64_t at = x + v * lanes<R>;
-                    e[v] = exp_of<R>(rounded(load<R>(s + at) * factor) - top);
+                    e[v] = T::exp(rounded(load<R>(s + at) * factor) - top);
                     total[v] += e[v];
                     if constexpr (dropout) e[v] *= keep_vector<R>(keep + at);
                 }

@@ -30,6 +30,7 @@ template <class R> struct ByVectors {
     using Scope = NoScope;  // what a unit of work holds
     static constexpr bool tiled = false;
     static constexpr int64_t strip = kRows, grain = lanes<R>, depth_grain = 1;
+    static ATTNLIB_INLINE Vec<R> exp(Vec<R> x) { return exp_of<R>(x); }  // of scores less their maximum
 };
 
 struct F32 : ByVectors<float> {
@@ -246,15 +247,15 @@ ATTNLIB_INLINE void tile_block(int64_t count, const Run* depth, const int32_t* a
     if constexpr (m > 1 && n > 1) tile_store<3>(below + kTile, c_bytes);
 }
 
-// m tiles of rows and all `width` columns of C += A B.
-template <int m>
+// m tiles of rows and all `width` columns of C += A B, or C = A B.
+template <Start start, int m>
 ATTNLIB_NOINLINE void tile_rows(int64_t width, int64_t count, const Run* depth, const int32_t* a, int64_t lda,
                                 const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc) {
     int64_t x = 0;
     for (; x + 2 * kTile <= width; x += 2 * kTile) {
-        tile_block<Start::add, m, 2>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc);
+        tile_block<start, m, 2>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc);
     }
-    if (x < width) tile_block<Start::add, m, 1>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc);
+    if (x < width) tile_block<start, m, 1>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc);
 }
 
 // m tiles of rows of C = A B, the columns in runs.
@@ -273,6 +274,20 @@ struct Bf16Tiles : Bf16Pair {
     static constexpr bool tiled = true;
     static constexpr int64_t strip = 2 * kTile, grain = 2 * kTile, depth_grain = kTile;
 
+    // exp_of with a shorter series, good to 2^-18, since tiles leave the softmax to hold the work: 2^t = 2^n 2^r,
+    // 2^r = 1 + r Q(r), Q minimax of degree 3. Below -87.3 0, NaN for NaN.
+    static ATTNLIB_INLINE F32V exp(F32V x) {
+        using S = Simd<float>;
+        const F32V shifted = x * S::log2e + S::magic, n = shifted - S::magic, r = x * S::log2e - n;
+        F32V y = r * 0x1.3a02ccp-7f + 0x1.c9fc46p-5f;
+        y = y * r + 0x1.ec0378p-3f;
+        y = y * r + 0x1.62e12cp-1f;
+        y = y * r + 1.0f;
+        const __mmask16 positive = _mm512_cmp_ps_mask((__m512)x, (__m512)splat<float>(S::exp_min), _CMP_NLT_UQ);
+        const __m512i exponent = _mm512_slli_epi32((__m512i)shifted, S::exponent_shift);
+        return (F32V)_mm512_maskz_add_epi32(positive, (__m512i)y, exponent);
+    }
+
     // gemm_columns: columns go in pairs of tiles, as runs do.
     static void columns(int64_t rows, int64_t count, const Run* runs, int64_t depth, const int32_t* a, int64_t lda,
                         const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc) {
@@ -280,19 +295,20 @@ struct Bf16Tiles : Bf16Pair {
         else tile_columns<1>(count, runs, depth, a, lda, b, at, c, ldc);
     }
     // gemm_depth: any number of rows; what would be rows behind the last one is read of A and not of C.
+    template <Start start>
     static void depth(int64_t rows, int64_t width, int64_t count, const Run* depth, const int32_t* a, int64_t lda,
                       const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc) {
         for (; rows >= 2 * kTile; rows -= 2 * kTile, a += 2 * kTile * lda, c += 2 * kTile * ldc) {
-            tile_rows<2>(width, count, depth, a, lda, b, at, c, ldc);
+            tile_rows<start, 2>(width, count, depth, a, lda, b, at, c, ldc);
         }
         if (rows >= kTile) {
-            tile_rows<1>(width, count, depth, a, lda, b, at, c, ldc);
+            tile_rows<start, 1>(width, count, depth, a, lda, b, at, c, ldc);
             rows -= kTile, a += kTile * lda, c += kTile * ldc;
         }
         alignas(64) float rest[kTile * kTile] = {};
         for (int64_t x = 0; x < width && rows > 0; x += kTile) {
             for (int64_t r = 0; r < rows; ++r) store<float>(rest + r * kTile, load<float>(c + r * ldc + x));
-            tile_rows<1>(kTile, count, depth, a, lda, b + at.at(0, x), at, rest, kTile);
+            tile_rows<start, 1>(kTile, count, depth, a, lda, b + at.at(0, x), at, rest, kTile);
             for (int64_t r = 0; r < rows; ++r) store<float>(c + r * ldc + x, load<float>(rest + r * kTile));
         }
     }
@@ -312,8 +328,8 @@ ATTNLIB_INLINE void gemm_columns(int64_t rows, int64_t count, const Run* runs, i
     }
 }
 
-// rows <= T::strip (tiles: any number) and all `width` columns of C += A B, or C diag(factor) + A B; only the part of the
-// reduction in runs. Tiles: a_depth is 1.
+// rows <= T::strip (tiles: any number) and all `width` columns of C += A B, or C diag(factor) + A B, or by tiles C = A B; only
+// the part of the reduction in runs. Tiles: a_depth is 1.
 template <class T, Start start>
 ATTNLIB_INLINE void gemm_depth(int64_t rows, int64_t width, int64_t count, const Run* runs, const typename T::Word* a,
                                int64_t a_row, int64_t a_depth, const typename T::Word* b, const Layout<T>& at,
@@ -324,7 +340,7 @@ ATTNLIB_INLINE void gemm_depth(int64_t rows, int64_t width, int64_t count, const
             for (int64_t x = 0; x < width && factor[r] != 1; x += lanes<R>) {
                 store<R>(c + r * ldc + x, load<R>(c + r * ldc + x) * factor[r]);
             }
-        T::depth(rows, width, count, runs, a, a_row, b, at, c, ldc);
+        T::template depth<start == Start::zero ? start : Start::add>(rows, width, count, runs, a, a_row, b, at, c, ldc);
     } else {
         const Run all{0, static_cast<int32_t>(width)};
         gemm_any<T, start>(rows, int64_t{1}, &all, count, runs, a, a_row, a_depth, b, at.row, c, ldc, factor);

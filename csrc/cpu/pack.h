@@ -67,6 +67,14 @@ ATTNLIB_INLINE void load_words(DType type, const char* from, typename T::Word* t
     if constexpr (T::per_word == 1) {
         load_row<typename T::Real>(type, from, to, dim);
     } else {
+        if (dim % (2 * lanes<typename T::Real>) == 0) {
+            const auto* row = reinterpret_cast<const typename T::Word*>(from);
+            for (int64_t d = 0; d < dim / 2; d += lanes<typename T::Real>) {
+                const auto x = T::load_b(row + d);
+                std::memcpy(to + d, &x, kBytes);
+            }
+            return;
+        }
         for (int64_t d = dim / 2; d < words<T>(dim); ++d) to[d] = 0;
         std::memcpy(to, from, static_cast<size_t>(dim) * 2);
     }
@@ -147,9 +155,12 @@ template <class R> ATTNLIB_INLINE bool copy_row(DType type, const char* from, R*
     return finite_row<R>(to, padded);
 }
 ATTNLIB_INLINE bool finite_bf16(const uint16_t* x, int64_t n) {
-    int32_t bad = 0;
-    for (int64_t d = 0; d < n; ++d) bad |= (x[d] & 0x7F80) == 0x7F80;
-    return bad == 0;
+    uint16_t largest = 0;
+    for (int64_t d = 0; d < n; ++d) {
+        const uint16_t exponent = x[d] & 0x7F80;
+        largest = exponent > largest ? exponent : largest;
+    }
+    return largest != 0x7F80;
 }
 
 ATTNLIB_INLINE void merge_rows(uint32_t* __restrict to, const uint16_t* __restrict low, const uint16_t* __restrict high,

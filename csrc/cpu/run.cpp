@@ -207,12 +207,15 @@ double work_of(const Params& p) {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows or keys of a tile. 192 keys of 128 fill a part of the second-level cache and are a multiple of every register
-// tile; under a block mask a wider tile leaves a row enough to see. Tuned on Zen 4.
+// tile; under a block mask a wider tile leaves a row enough to see. Tuned on Zen 4; for AMX, where O is read and written
+// once a tile beside faster products, on Sapphire Rapids.
 int64_t default_block(const Params& p, int64_t length, int64_t plain, int64_t masked) {
     const int64_t dim = std::max(p.dim, p.dim_v), most = p.mask_block_k > 0 ? masked : plain;
     const int64_t block = dim <= 128 ? most : dim <= 256 ? most / 2 : most / 4;
     return std::max<int64_t>(1, std::min(block, length));
 }
+
+bool by_tiles(int family, const Params& p) { return family == kAmx && p.q.dtype == DType::bf16; }
 
 int64_t longest(const std::vector<Sequence>& list, int64_t Sequence::*member) {
     int64_t most = 0;
@@ -234,7 +237,7 @@ const Kernels& cut_forward(Params& p, int family, int& threads, int64_t queries,
         p.chunk = kChunk, p.block_q = std::max<int64_t>(1, queries), p.block_k = 64, p.share = p.group();
         return kernels_for(family, p.q.dtype, true);
     }
-    if (p.block_k == 0) p.block_k = default_block(p, most_k, 192, 384);
+    if (p.block_k == 0) p.block_k = default_block(p, most_k, by_tiles(family, p) ? 512 : 192, 384);
     if (p.block_q == 0) {
         p.block_q = default_block(p, most_q, 384, 384);
         const int64_t rows = p.packed ? p.total_q : p.batch * p.seqlen_q;
