@@ -117,6 +117,9 @@ class CpuBackend(BackendBase):
         from .plan import CpuPlan
 
         refusals = self.available(family, target)
+        if family == "amx" and problem.dtype != torch.bfloat16:
+            got = str(problem.dtype).removeprefix("torch.")
+            refusals += (Refusal(RefusalCode.DTYPE, "dtype", "bfloat16", got, "use cpu:avx512"),)
         blocks = {"block_q": 0, "block_k": 0}
         fault = ""
         name = "_cpu"
