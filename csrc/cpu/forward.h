@@ -113,11 +113,11 @@ template <class T> struct Forward {
     struct Space {
         Arena arena;
         Keys own;
-        Word *q, *scratch;
+        Word *q, *scratch, *prob;  // prob: P of a row in the place of its scores
         R *out, *max, *sum, *score, *line, *value;
         uint8_t* keep;
-        Run *runs, *strip_runs;
-        int64_t most_runs, keys, ld, width_v, depth;  // padded block_k, of rows of scores, padded dim_v, words of dim
+        Run* runs;
+        int64_t keys, ld, width_v, depth;  // padded block_k, of rows of scores, padded dim_v, words of dim
 
         Space(const Params& p, char* base) : arena{base}, own(p, arena) {
             Arena& a = arena;
@@ -131,14 +131,13 @@ template <class T> struct Forward {
             out = a.take<R>(rows * width_v);
             max = a.take<R>(rows);
             sum = a.take<R>(rows);
-            static_assert(sizeof(Word) == sizeof(R), "P of a row takes the place of its scores");
-            score = a.take<R>((T::tiled ? 2 : 1) * T::strip * ld);
+            score = a.take<R>(T::strip * ld);
+            prob = reinterpret_cast<Word*>(score);
+            static_assert(sizeof(Word) == sizeof(R), "rows of both are ld apart");
             line = a.take<R>(keys);
             value = a.take<R>(width_v);
             keep = a.take<uint8_t>(p.dropout_threshold ? rows * keys + 64 : 1);
-            most_runs = keys / 16 + 2;
-            runs = a.take<Run>(most_runs);
-            strip_runs = a.take<Run>(T::tiled ? 2 * most_runs : 1);
+            runs = a.take<Run>(keys / 16 + 2);
         }
 
         // The same with the rows of the n-th head in front.
@@ -201,124 +200,45 @@ template <class T> struct Forward {
         const bool untouched = scorer.open(i0, i0 + rows, j0, j1) && scorer.untouched(j0, j1);
         const Rows values = key_rows(p.v, p, seq, p.kv_head(scorer.head));
         if (p.dropout_threshold) fill_keep(p, seq, scorer.head, i0, rows, j0, round_up(j1 - j0, T::grain), w.keep, w.keys);
-        Strip strips[2];
-        Strip* before = nullptr;
-        int64_t next = 0;
-        const auto finish = [&](Strip& x) {
-            x.exponentials(INT64_MAX);
-            values_of(tile, x, w);
-            for (int64_t n = 0; n < *tile.bad_count; ++n) add_bad(p, scorer, values, i0, j0, tile.bad[n], x, w);
-        };
         scorer.strips(i0, i0 + rows, j0, j1, w.runs, [&](int64_t begin, int64_t end, int64_t count) {
-            Strip& x = strips[next];
-            x.begin(p, w, scorer.factor, next, begin - i0, end - begin, count);
-            scores(p, scorer, tile, i0, j0, j1, untouched, x, before, w);
-            if (before) finish(*before);
-            before = T::tiled ? &x : nullptr;
-            if (T::tiled) next ^= 1;
-            else finish(x);
+            const int64_t r = begin - i0;
+            strip(p, scorer, tile, i0, r, end - begin, j0, j1, count, untouched, w);
+            for (int64_t n = 0; n < *tile.bad_count; ++n) add_bad(p, scorer, values, i0, r, end - begin, j0, tile.bad[n], w);
         });
-        if (before) finish(*before);
     }
 
-    // Rows of a strip from their scores on. By tiles the exponentials of one are taken while the scores of the next one are
-    // multiplied, a few behind every product.
-    struct Strip {
-        static constexpr int64_t most = (T::strip + 15) / 16 * 16;
-        static_assert(lanes<R> <= 16, "vectors hold a strip's rows");
-        static constexpr int vectors = T::grain / lanes<R>;
-
+    static void strip(const Params& p, const Score& scorer, const Keys& tile, int64_t i0, int64_t r0, int64_t rows,
+                      int64_t j0, int64_t j1, int64_t count, bool untouched, const Space& w) {
+        constexpr int64_t most = (T::strip + 15) / 16 * 16;
         alignas(64) R correction[most], top[most];
-        Vec<R> total[vectors];
-        int64_t r0, rows, count;
-        const Run* runs;
-        R *score, *sum;
-        const uint8_t* keep;
-        int64_t ld, keys, row, run, x;  // the last three: what comes next
-        R factor;
-        bool fresh, dropout;
-
-        void begin(const Params& p, const Space& w, R factor_, int64_t which, int64_t r0_, int64_t rows_, int64_t count_) {
-            r0 = r0_, rows = rows_, count = count_, factor = factor_;
-            Run* copy = w.strip_runs + which * w.most_runs;
-            for (int64_t n = 0; T::tiled && n < count; ++n) copy[n] = w.runs[n];
-            runs = T::tiled ? copy : w.runs;
-            score = w.score + which * T::strip * w.ld, ld = w.ld;
-            sum = w.sum + r0;
-            keep = w.keep + r0 * w.keys, keys = w.keys;
-            dropout = p.dropout_threshold > 0;
-            row = run = 0, x = runs->begin;
-            for (Vec<R>& t : total) t = Vec<R>{};
-        }
-        int64_t grains() const {
-            int64_t columns = 0;
-            for (int64_t n = 0; n < count; ++n) columns += runs[n].end - runs[n].begin;
-            return rows * columns / T::grain;
-        }
-        // The next n grains become p = exp(factor s - top) in the place of their scores, dropped where keep says so; a sum of
-        // all of a row goes into `sum`.
-        ATTNLIB_INLINE void exponentials(int64_t n) { dropout ? exponentials<true>(n) : exponentials<false>(n); }
-        template <bool drop> ATTNLIB_INLINE void exponentials(int64_t n) {
-            while (n > 0 && row < rows) {
-                const int64_t end = runs[run].end, stop = n < (end - x) / T::grain ? x + n * T::grain : end;
-                const R* s = score + row * ld;
-                Forward::exponentials<drop>(x, stop, s, factor, top[row], reinterpret_cast<Word*>(score) + row * ld, keep + row * keys, total);
-                n -= (stop - x) / T::grain;
-                x = stop;
-                if (x < end) continue;
-                if (++run == count) {
-                    for (int v = 1; v < vectors; ++v) total[0] += total[v];
-                    sum[row] = sum[row] * correction[row] + reduce_add<R>(total[0]);
-                    for (Vec<R>& t : total) t = Vec<R>{};
-                    ++row, run = 0;
-                }
-                x = runs[run].begin;
-            }
-        }
-    };
-
-    // Scores of a strip, maxima of its rows, and what O and their sums are to be multiplied by.
-    static void scores(const Params& p, const Score& scorer, const Keys& tile, int64_t i0, int64_t j0, int64_t j1,
-                       bool untouched, Strip& x, Strip* before, const Space& w) {
-        const int64_t r0 = x.r0, rows = x.rows;
-        const Word* q = w.q + r0 * w.depth;
-        if (T::tiled && before) {
-            const int64_t products = x.grains() / rows * (w.depth / T::depth_grain) * (rows > T::strip / 2 ? 4 : 2);
-            const int64_t some = (before->grains() + products - 1) / products;
-            const auto beside = [before, some] { before->exponentials(some); };
-            gemm_columns<T>(rows, x.count, x.runs, w.depth, q, w.depth, tile.k, tile.k_at, x.score, w.ld, beside);
-        } else {
-            gemm_columns<T>(rows, x.count, x.runs, w.depth, q, w.depth, tile.k, tile.k_at, x.score, w.ld);
-        }
-        for (int64_t r = 0; r < Strip::most; ++r) x.correction[r] = x.top[r] = 0;
-        x.fresh = true;  // O is still 0
+        static_assert(lanes<R> <= 16, "vectors hold a strip's rows");
+        gemm_columns<T>(rows, count, w.runs, w.depth, w.q + r0 * w.depth, w.depth, tile.k, tile.k_at, w.score, w.ld);
+        for (int64_t r = 0; r < most; ++r) correction[r] = top[r] = 0;
         for (int64_t r = 0; r < rows; ++r) {
-            R* s = x.score + r * w.ld;
-            for (int64_t n = 0; n < x.count && !untouched; ++n) {
-                const int64_t c = x.runs[n].begin;
-                scorer.row(i0 + r0 + r, j0 + c, x.runs[n].end - c, j1, s + c, nullptr);
+            R* s = w.score + r * w.ld;
+            for (int64_t n = 0; n < count && !untouched; ++n) {
+                const int64_t c = w.runs[n].begin;
+                scorer.row(i0 + r0 + r, j0 + c, w.runs[n].end - c, j1, s + c, nullptr);
             }
-            const R last = w.max[r0 + r], now = row_max(x.count, x.runs, s) * scorer.factor;
-            const R m = now > last ? now : last;
+            const R before = w.max[r0 + r], now = row_max(count, w.runs, s) * scorer.factor;
+            const R m = now > before ? now : before;
             w.max[r0 + r] = m;
-            x.top[r] = m == -infinity<R> ? R(0) : m;
-            x.correction[r] = last - x.top[r];
-            x.fresh &= w.sum[r0 + r] == 0;
+            top[r] = m == -infinity<R> ? R(0) : m;
+            correction[r] = before - top[r];
         }
-        for (int64_t r = 0; r < rows; r += lanes<R>) store<R>(x.correction + r, exp_of<R>(load<R>(x.correction + r)));
-        if (p.has(Fault::no_rescale)) for (R& c : x.correction) c = 1;
-    }
-
-    // O = correction O + P V.
-    static void values_of(const Keys& tile, const Strip& x, const Space& w) {
-        R* const out = w.out + x.r0 * w.width_v;
-        const Word* prob = reinterpret_cast<const Word*>(x.score);
-        if (T::tiled && x.fresh) {
-            gemm_depth<T, T::tiled ? Start::zero : Start::add>(x.rows, w.width_v, x.count, x.runs, prob, w.ld, 1, tile.v, tile.v_at,
+        for (int64_t r = 0; r < rows; r += lanes<R>) store<R>(correction + r, exp_of<R>(load<R>(correction + r)));
+        if (p.has(Fault::no_rescale)) for (R& c : correction) c = 1;
+        bool fresh = true;  // O is still 0
+        for (int64_t r = 0; r < rows; ++r) fresh &= w.sum[r0 + r] == 0;
+        if (p.dropout_threshold) strip_exponentials<true>(r0, rows, count, scorer.factor, top, correction, w);
+        else strip_exponentials<false>(r0, rows, count, scorer.factor, top, correction, w);
+        R* const out = w.out + r0 * w.width_v;
+        if (T::tiled && fresh) {
+            gemm_depth<T, T::tiled ? Start::zero : Start::add>(rows, w.width_v, count, w.runs, w.prob, w.ld, 1, tile.v, tile.v_at,
                                                                out, w.width_v);
         } else {
-            gemm_depth<T, Start::scaled>(x.rows, w.width_v, x.count, x.runs, prob, w.ld, 1, tile.v, tile.v_at, out, w.width_v,
-                                         x.correction);
+            gemm_depth<T, Start::scaled>(rows, w.width_v, count, w.runs, w.prob, w.ld, 1, tile.v, tile.v_at, out, w.width_v,
+                                         correction);
         }
     }
 
@@ -337,45 +257,49 @@ template <class T> struct Forward {
         return reduce_max<R>(max_of<R>(best, other));
     }
 
-    // p = exp(factor s - top) of columns [x, end), dropped where keep says so; total += the undropped.
     template <bool dropout>
-    static ATTNLIB_INLINE void exponentials(int64_t x, int64_t end, const R* s, R factor, R top, Word* prob, const uint8_t* keep,
-                                            Vec<R> (&total)[T::grain / lanes<R>]) {
-        constexpr int vectors = T::grain / lanes<R>;
-        Vec<R> t[vectors];
-        for (int v = 0; v < vectors; ++v) t[v] = total[v];
-        for (; x < end; x += T::grain) {
-            Vec<R> e[vectors];
-            for (int v = 0; v < vectors; ++v) {
-                const int64_t at = x + v * lanes<R>;
-                e[v] = T::exp(rounded(load<R>(s + at) * factor) - top);
-                t[v] += e[v];
-                if constexpr (dropout) e[v] *= keep_vector<R>(keep + at);
-            }
-            T::store_words(prob + x / T::per_word, e);
+    static ATTNLIB_NOINLINE void strip_exponentials(int64_t r0, int64_t rows, int64_t count, R factor, const R* top,
+                                                    const R* correction, const Space& w) {
+        for (int64_t r = 0; r < rows; ++r) {
+            const R total = row_exponentials<dropout>(count, w.runs, w.score + r * w.ld, factor, top[r], w.prob + r * w.ld,
+                                                      w.keep + (r0 + r) * w.keys);
+            w.sum[r0 + r] = w.sum[r0 + r] * correction[r] + total;
         }
-        for (int v = 0; v < vectors; ++v) total[v] = t[v];
     }
-    // The same of a whole row; returns the sum.
+    template <bool dropout, class... Rest> static ATTNLIB_NOINLINE R exponentials(Rest... rest) {
+        return row_exponentials<dropout>(rest...);
+    }
+    // p = exp(factor s - top), dropped where keep says so; returns the sum of all.
     template <bool dropout>
-    static ATTNLIB_NOINLINE R exponentials(int64_t count, const Run* runs, const R* s, R factor, R top, Word* prob,
-                                         const uint8_t* keep) {
-        Vec<R> total[T::grain / lanes<R>] = {};
+    static ATTNLIB_INLINE R row_exponentials(int64_t count, const Run* runs, const R* s, R factor, R top, Word* prob,
+                                             const uint8_t* keep) {
+        constexpr int vectors = T::grain / lanes<R>;
+        Vec<R> total[vectors] = {};
         for (int64_t n = 0; n < count; ++n) {
-            exponentials<dropout>(runs[n].begin, runs[n].end, s, factor, top, prob, keep, total);
+            const int64_t end = runs[n].end;
+            for (int64_t x = runs[n].begin; x < end; x += T::grain) {
+                Vec<R> e[vectors];
+                for (int v = 0; v < vectors; ++v) {
+                    const int64_t at = x + v * lanes<R>;
+                    e[v] = T::exp(rounded(load<R>(s + at) * factor) - top);
+                    total[v] += e[v];
+                    if constexpr (dropout) e[v] *= keep_vector<R>(keep + at);
+                }
+                T::store_words(prob + x / T::per_word, e);
+            }
         }
-        for (int v = 1; v < T::grain / lanes<R>; ++v) total[0] += total[v];
+        for (int v = 1; v < vectors; ++v) total[0] += total[v];
         return reduce_add<R>(total[0]);
     }
 
     // Adds the value of key j0 + c, which holds Inf or NaN, to those rows of a strip that see it.
-    static void add_bad(const Params& p, const Score& scorer, const Rows& values, int64_t i0, int64_t j0,
-                        int64_t c, const Strip& x, const Space& w) {
+    static void add_bad(const Params& p, const Score& scorer, const Rows& values, int64_t i0, int64_t r0, int64_t rows,
+                        int64_t j0, int64_t c, const Space& w) {
         load_row<R>(p.v.dtype, values.row(j0 + c), w.value, p.dim_v);
-        for (int64_t r = 0; r < x.rows; ++r) {
-            if (!scorer.sees(i0 + x.r0 + r, j0 + c)) continue;
-            const R weight = T::word_part(reinterpret_cast<const Word*>(x.score), r * w.ld * T::per_word + c);
-            R* out = w.out + (x.r0 + r) * w.width_v;
+        for (int64_t r = 0; r < rows; ++r) {
+            if (!scorer.sees(i0 + r0 + r, j0 + c)) continue;
+            const R weight = T::word_part(w.prob, r * w.ld * T::per_word + c);
+            R* out = w.out + (r0 + r) * w.width_v;
             for (int64_t d = 0; d < p.dim_v; ++d) out[d] += weight * w.value[d];
         }
     }

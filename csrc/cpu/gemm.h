@@ -122,10 +122,6 @@ template <class T> struct Layout {
 
 enum class Start { zero, scaled, add };
 
-struct Nothing {
-    ATTNLIB_INLINE void operator()() const {}
-};
-
 template <class T, Start start, int rows, int cols>
 ATTNLIB_INLINE void register_tile(int64_t count, const Run* __restrict depth, const typename T::Word* __restrict a,
                                   int64_t a_row, int64_t a_depth, const typename T::Word* __restrict b, int64_t ldb,
@@ -210,11 +206,10 @@ template <class T, Start start, class... Rest> ATTNLIB_INLINE void gemm_any(int6
 }
 
 #if defined(__AMX_BF16__)
-// m x n tiles of C: those of one row in tiles 0 and 1, of the next in 2 and 3. beside() is called behind every
-// product of tiles, for work by vectors that goes on meanwhile: little each time, since the core looks ahead only so far.
-template <Start start, int m, int n, class Beside>
+// m x n tiles of C: those of one row in tiles 0 and 1, of the next in 2 and 3.
+template <Start start, int m, int n>
 ATTNLIB_INLINE void tile_block(int64_t count, const Run* depth, const int32_t* a, int64_t lda, const int32_t* b,
-                               const Layout<Bf16Tiles>& at, float* c, int64_t ldc, Beside& beside) {
+                               const Layout<Bf16Tiles>& at, float* c, int64_t ldc) {
     const int64_t a_bytes = lda * 4, b_bytes = at.row * 4, c_bytes = ldc * 4;
     float* const below = c + kTile * ldc;
     if constexpr (start == Start::zero) {
@@ -235,21 +230,15 @@ ATTNLIB_INLINE void tile_block(int64_t count, const Run* depth, const int32_t* a
             tile_load<4>(a + d, a_bytes);
             tile_load<6>(line, b_bytes);
             tile_multiply_add<0, 4, 6>();
-            beside();
             if constexpr (n > 1) {
                 tile_load<7>(line + at.panel, b_bytes);
                 tile_multiply_add<1, 4, 7>();
-                beside();
             }
             if constexpr (m > 1) {
                 tile_load<5>(a + kTile * lda + d, a_bytes);
                 tile_multiply_add<2, 5, 6>();
-                beside();
             }
-            if constexpr (m > 1 && n > 1) {
-                tile_multiply_add<3, 5, 7>();
-                beside();
-            }
+            if constexpr (m > 1 && n > 1) tile_multiply_add<3, 5, 7>();
         }
     }
     tile_store<0>(c, c_bytes);
@@ -262,22 +251,21 @@ ATTNLIB_INLINE void tile_block(int64_t count, const Run* depth, const int32_t* a
 template <Start start, int m>
 ATTNLIB_NOINLINE void tile_rows(int64_t width, int64_t count, const Run* depth, const int32_t* a, int64_t lda,
                                 const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc) {
-    Nothing nothing;
     int64_t x = 0;
     for (; x + 2 * kTile <= width; x += 2 * kTile) {
-        tile_block<start, m, 2>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc, nothing);
+        tile_block<start, m, 2>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc);
     }
-    if (x < width) tile_block<start, m, 1>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc, nothing);
+    if (x < width) tile_block<start, m, 1>(count, depth, a, lda, b + at.at(0, x), at, c + x, ldc);
 }
 
 // m tiles of rows of C = A B, the columns in runs.
-template <int m, class Beside>
+template <int m>
 ATTNLIB_NOINLINE void tile_columns(int64_t count, const Run* runs, int64_t depth, const int32_t* a, int64_t lda,
-                                   const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc, Beside& beside) {
+                                   const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc) {
     const Run all{0, static_cast<int32_t>(depth * 2)};
     for (int64_t n = 0; n < count; ++n)
         for (int64_t x = runs[n].begin; x < runs[n].end; x += 2 * kTile) {
-            tile_block<Start::zero, m, 2>(1, &all, a, lda, b + at.at(0, x), at, c + x, ldc, beside);
+            tile_block<Start::zero, m, 2>(1, &all, a, lda, b + at.at(0, x), at, c + x, ldc);
         }
 }
 
@@ -301,11 +289,10 @@ struct Bf16Tiles : Bf16Pair {
     }
 
     // gemm_columns: columns go in pairs of tiles, as runs do.
-    template <class Beside>
     static void columns(int64_t rows, int64_t count, const Run* runs, int64_t depth, const int32_t* a, int64_t lda,
-                        const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc, Beside& beside) {
-        if (rows > kTile) tile_columns<2>(count, runs, depth, a, lda, b, at, c, ldc, beside);
-        else tile_columns<1>(count, runs, depth, a, lda, b, at, c, ldc, beside);
+                        const int32_t* b, const Layout<Bf16Tiles>& at, float* c, int64_t ldc) {
+        if (rows > kTile) tile_columns<2>(count, runs, depth, a, lda, b, at, c, ldc);
+        else tile_columns<1>(count, runs, depth, a, lda, b, at, c, ldc);
     }
     // gemm_depth: any number of rows; what would be rows behind the last one is read of A and not of C.
     template <Start start>
@@ -328,14 +315,12 @@ struct Bf16Tiles : Bf16Pair {
 };
 #endif
 
-// rows <= T::strip of C = A B, only the columns in runs; `depth` words of reduction. Tiles write whole ones of C, and call
-// beside() behind every product of tiles.
-template <class T, class Beside = Nothing>
+// rows <= T::strip of C = A B, only the columns in runs; `depth` words of reduction. Tiles write whole ones of C.
+template <class T>
 ATTNLIB_INLINE void gemm_columns(int64_t rows, int64_t count, const Run* runs, int64_t depth, const typename T::Word* a,
-                                 int64_t lda, const typename T::Word* b, const Layout<T>& at, typename T::Real* c, int64_t ldc,
-                                 Beside&& beside = Nothing()) {
+                                 int64_t lda, const typename T::Word* b, const Layout<T>& at, typename T::Real* c, int64_t ldc) {
     if constexpr (T::tiled) {
-        T::columns(rows, count, runs, depth, a, lda, b, at, c, ldc, beside);
+        T::columns(rows, count, runs, depth, a, lda, b, at, c, ldc);
     } else {
         const Run all{0, static_cast<int32_t>(depth * T::per_word)};
         gemm_any<T, Start::zero>(rows, count, runs, int64_t{1}, &all, a, lda, int64_t{1}, b, at.row, c, ldc,
