@@ -51,6 +51,66 @@ def test_head_dimensions(family, dtype, dim, dim_v):
     check(problem, tensors, family)
 
 
+needs_amx = pytest.mark.skipif("amx" not in FAMILIES, reason="needs a processor with AMX and leave to use it")
+
+
+@needs_amx
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [(1, 1), (15, 16), (16, 17), (17, 31), (31, 33), (33, 47), (47, 63), (65, 95), (100, 129), (257, 545)],
+)
+@pytest.mark.parametrize(
+    ("dim", "dim_v"),
+    [(1, 1), (2, 3), (15, 17), (31, 33), (33, 31), (48, 16), (63, 65), (64, 128), (97, 40), (255, 256), (256, 129)],
+)
+def test_tails_of_tiles(seqlen_q, seqlen_k, dim, dim_v):
+    """Rows, keys and both dimensions about multiples of 16 and 32, open and causal."""
+    torch.manual_seed(seqlen_q * dim + dim_v)
+    sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "dim": dim, "dim_v": dim_v, "dtype": BF16}
+    check(*dense(heads=2, heads_kv=1, **sizes), "amx")
+    check(*dense(heads=3, heads_kv=3, window=Window(None, 0), **sizes), "amx", block_q=48, block_k=80)
+
+
+@needs_amx
+@pytest.mark.parametrize("blocks", [(16, 16), (16, 48), (32, 32), (48, 16), (64, 96)])
+@pytest.mark.parametrize("config", [{}, {"block_q": 34, "block_k": 50}, {"block_q": 64, "block_k": 96}, {"block_q": 7}])
+@pytest.mark.parametrize("window", [Window(), Window(70, 20)])
+def test_block_masks_on_tiles(blocks, config, window):
+    """Blocks that are whole tiles, halves of them and neither; key blocks that cut them."""
+    torch.manual_seed(sum(blocks))
+    options = {"dtype": BF16, "block_mask": blocks, "window": window, "dropout_p": 0.2}
+    check(*dense(seqlen_q=150, seqlen_k=230, heads=4, heads_kv=2, dim=40, **options), "amx", **config)
+
+
+@needs_amx
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_nonfinite_operands_stay_in_their_rows_and_columns(name, value):
+    torch.manual_seed(26)
+    problem, tensors = dense(seqlen_q=70, seqlen_k=90, dim=40, dtype=BF16, window=Window(30, 0))
+    with_gradients(tensors, problem)
+    getattr(tensors, name)[0, 37, 1, 3] = value
+    expected = run(ReferencePlan(), problem, tensors)
+    result = run(plan_of(problem, "amx", block_q=32, block_k=48), problem, tensors)
+    for field in ("out", "lse", "dq", "dk", "dv"):
+        x, o = getattr(result, field), getattr(expected, field)
+        assert torch.equal(x.isfinite(), o.isfinite()), field
+
+
+@needs_amx
+def test_tiles_give_the_same_bits_wherever_rows_lie():
+    """Of rows and heads alone, in another batch, and in blocks of other lengths."""
+    torch.manual_seed(27)
+    problem, tensors = dense(batch=3, seqlen_q=200, seqlen_k=300, heads=4, heads_kv=2, dim=72, dtype=BF16, grads=())
+    result = run(plan_of(problem, "amx", block_q=96, block_k=128), problem, tensors)
+    for block_q in (16, 34, 200):
+        bitwise(result, run(plan_of(problem, "amx", block_q=block_q, block_k=128), problem, tensors), ("out", "lse"))
+    single = replace(problem, batch=1, num_heads_q=2, num_heads_kv=1)
+    alone = replace(tensors, q=tensors.q[2:, :, 2:], k=tensors.k[2:, :, 1:], v=tensors.v[2:, :, 1:])
+    one = run(plan_of(single, "amx", block_q=64, block_k=128), single, alone)
+    assert torch.equal(one.out[0], result.out[2, :, 2:]) and torch.equal(one.lse[0], result.lse[2, 2:])
+
+
 @pytest.mark.parametrize("layout", ["heads_first", "sliced", "expanded_batch", "expanded_heads"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_strides(layout, dtype):

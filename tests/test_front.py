@@ -66,12 +66,12 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["", "avx512", "avx2", "portable"])
+@pytest.mark.parametrize("family", ["", "amx", "avx512", "avx2", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_second_call_gives_the_bits_of_the_whole_way(family, dtype, monkeypatch):
     backend = f"cpu:{family}" if family else None
     if family and attnlib.explain(*qkv(dtype=dtype), backend=backend).chosen is None:
-        pytest.skip("this machine lacks the instruction set")
+        pytest.skip("this machine lacks the instruction set, or the family the dtype")
     for shape in (
         {},
         {"seqlen_q": 1, "seqlen_k": 700, "heads": 8},

@@ -1,4 +1,4 @@
-"""The cpu backend: blocked online-softmax kernels in C++ for AVX-512, AVX2 and anything else.
+"""The cpu backend: blocked online-softmax kernels in C++ for AMX, AVX-512, AVX2 and anything else.
 
     out = softmax(scale * Q K^T + ...) V,  forward in one pass over blocks of keys, backward by recomputation
 
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from attnlib.backend import BackendBase, Capabilities, Family, Refusal, RefusalCode, Target
 from attnlib.errors import UnsupportedError
@@ -25,9 +28,14 @@ _CAPABILITIES = Capabilities(
     masked_nan_safe_forward=True,
     masked_nan_safe_backward=True,
 )
-_INDEX = {"portable": 0, "avx2": 1, "avx512": 2}
-_NEEDS = {"avx512": "AVX-512 F, BW, DQ and VL", "avx2": "AVX2, FMA and F16C"}
+_INDEX = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 4}
+_NEEDS = {
+    "amx": "AMX-TILE, AMX-BF16 and AVX512-BF16",
+    "avx512": "AVX-512 F, BW, DQ and VL",
+    "avx2": "AVX2, FMA and F16C",
+}
 _FAMILIES = (
+    Family("amx", replace(_CAPABILITIES, dtypes=frozenset({torch.bfloat16})), "products on AMX tiles"),
     Family("avx512", _CAPABILITIES, "AVX-512; bfloat16 by AVX512-BF16 dot products where the processor has them"),
     Family("avx2", _CAPABILITIES, "AVX2 and FMA"),
     Family("portable", _CAPABILITIES, "any processor, as the compiler vectorises it"),
@@ -66,7 +74,10 @@ class CpuBackend(BackendBase):
         return found
 
     def available(self, family: str, target: Target) -> tuple[Refusal, ...]:
-        """BUILD where the extension is missing; ARCH where the processor lacks the instruction set."""
+        """BUILD where the extension or AMX in it is missing; ARCH where the processor lacks the instruction set.
+
+        OTHER where the operating system lets no process, or not this one, use AMX.
+        """
         module = _module("_cpu")
         if isinstance(module, ImportError):
             needs = "the extension attnlib_cpu._cpu"
@@ -76,6 +87,15 @@ class CpuBackend(BackendBase):
                 return (Refusal(RefusalCode.ARCH, "processor", "x86_64", target.arch, "use cpu:portable"),)
             return ()
         if not module.supported_families() >> _INDEX[family] & 1:
+            state = module.amx() if family == "amx" else ""
+            if state == "not built":
+                needs = "kernels for AMX in attnlib_cpu._cpu"
+                got = "a build by a compiler or an assembler without AMX"
+                return (Refusal(RefusalCode.BUILD, "compiled module", needs, got, "reinstall with GCC 11 or later"),)
+            if state == "refused":
+                needs = "leave to use AMX tiles"
+                got = "an operating system that refused arch_prctl(ARCH_REQ_XCOMP_PERM)"
+                return (Refusal(RefusalCode.OTHER, "operating system", needs, got, "use cpu:avx512"),)
             return (Refusal(RefusalCode.ARCH, "processor", _NEEDS[family], "a processor without", "use cpu:portable"),)
         return ()
 
@@ -86,7 +106,7 @@ class CpuBackend(BackendBase):
 
         Args:
             problem: what is asked for.
-            family: "avx512", "avx2" or "portable".
+            family: "amx", "avx512", "avx2" or "portable".
             target: the CPU.
             config: block_q and block_k, rows and keys of a tile, 1 to 4096 each (default: by shape); fault, a name in
                 attnlib_cpu._cpu_faults.faults, in builds made with ATTNLIB_TEST_FAULTS.
@@ -97,6 +117,9 @@ class CpuBackend(BackendBase):
         from .plan import CpuPlan
 
         refusals = self.available(family, target)
+        if family == "amx" and problem.dtype != torch.bfloat16:
+            got = str(problem.dtype).removeprefix("torch.")
+            refusals += (Refusal(RefusalCode.DTYPE, "dtype", "bfloat16", got, "use cpu:avx512"),)
         blocks = {"block_q": 0, "block_k": 0}
         fault = ""
         name = "_cpu"

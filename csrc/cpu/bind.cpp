@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../common/direct.h"
+#include "amx.h"
 #include "pool.h"
 #include "run.h"
 
@@ -111,7 +112,7 @@ struct Call {
     std::vector<int> which;
 
     Call(int family_, const py::tuple& problem, const py::tuple& which_) : family(family_) {
-        if (family < 0 || family > 2 || !(supported_families() >> family & 1)) fail("this machine lacks the instruction set");
+        if (family < 0 || family == 3 || family > kAmx || !(supported_families() >> family & 1)) fail("this machine lacks the instruction set");
         parse_problem(problem.ptr(), params, dtype, bias, sinks);
         for (const py::handle index : which_) {
             const int64_t at = as_int(index.ptr());
@@ -231,7 +232,15 @@ PYBIND11_MODULE(ATTNLIB_MODULE, m) {
         .def("forward", [](const Call& call, int threads, const py::tuple& operands) { call.run(false, threads, operands); })
         .def("backward", [](const Call& call, int threads, const py::tuple& operands) { call.run(true, threads, operands); });
     m.def("describe", &describe, "(backward, family, threads, problem): how one direction is cut, as a dict.");
-    m.def("supported_families", &supported_families, "Bits: portable, avx2, avx512, avx512bf16.");
+    m.def("supported_families", &supported_families, "Bits: portable, avx2, avx512, avx512bf16, amx.");
+    m.def("amx", [] {
+        switch (amx_state()) {
+            case Amx::usable: return "usable";
+            case Amx::not_built: return "not built";
+            case Amx::no_processor: return "no processor";
+            default: return "refused";
+        }
+    }, "Whether this process may use AMX, and if not, why.");
     py::tuple faults(sizeof(kFaults) / sizeof(kFaults[0]));
     for (size_t i = 0; i < faults.size(); ++i) faults[i] = py::str(kFaults[i]);
 #ifdef ATTNLIB_TEST_FAULTS

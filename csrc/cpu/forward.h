@@ -68,28 +68,31 @@ template <class R> struct Finish {
 template <class T> struct Forward {
     using Word = typename T::Word;
     using R = typename T::Real;
+    using Score = Scorer<R, T::strip, T::grain>;
 
-    static int64_t padded_keys(const Params& p) { return round_up(p.block_k, lanes<R>); }
+    static int64_t padded_keys(const Params& p) { return round_up(p.block_k, T::grain); }
     static int64_t padded_dim_v(const Params& p) { return larger(round_up(p.dim_v, lanes<R>), lanes<R>); }
 
     // K and V of one key block: K transposed, V stacked, and which of its rows hold Inf or NaN.
     struct Keys {
+        Layout<T> k_at, v_at;
         Word *k, *v;
         int32_t* bad;
         int64_t* bad_count;
 
-        Keys(const Params& p, Arena& a) {
-            k = a.take<Word>(words<T>(p.dim) * padded_keys(p));
-            v = a.take<Word>(padded_keys(p) / T::per_word * padded_dim_v(p));
+        Keys(const Params& p, Arena& a)
+            : k_at(padded_keys(p), words<T>(p.dim)), v_at(padded_dim_v(p), padded_keys(p) / T::per_word) {
+            k = a.take<Word>(k_at.size);
+            v = a.take<Word>(v_at.size);
             bad = a.take<int32_t>(padded_keys(p));
             bad_count = a.take<int64_t>(1);
         }
 
         void fill(const Params& p, const Sequence& seq, int64_t kv_head, int64_t j0, int64_t j1, Word* scratch) const {
-            const int64_t keys = padded_keys(p), padded = round_up(j1 - j0, lanes<R>), begin = larger(j0, seq.extent_begin);
-            pack_transposed<T>(key_rows(p.k, p, seq, kv_head), p.k.dtype, j0, begin, j1, padded, p.dim, k, keys, scratch);
+            const int64_t padded = round_up(j1 - j0, T::grain), begin = larger(j0, seq.extent_begin);
+            pack_transposed<T>(key_rows(p.k, p, seq, kv_head), p.k.dtype, j0, begin, j1, padded, p.dim, k, k_at, scratch);
             *bad_count = pack_stacked<T>(key_rows(p.v, p, seq, kv_head), p.v.dtype, j0, begin, j1, padded, p.dim_v, v,
-                                         padded_dim_v(p), bad, scratch);
+                                         padded_dim_v(p), v_at, bad, scratch);
         }
     };
     static size_t tile_bytes(const Params& p) {
@@ -110,25 +113,27 @@ template <class T> struct Forward {
     struct Space {
         Arena arena;
         Keys own;
-        Word *q, *scratch, *prob;
+        Word *q, *scratch, *prob;  // prob: P of a row in the place of its scores
         R *out, *max, *sum, *score, *line, *value;
         uint8_t* keep;
         Run* runs;
-        int64_t keys, width_v, depth;  // padded block_k, padded dim_v, words of dim
+        int64_t keys, ld, width_v, depth;  // padded block_k, of rows of scores, padded dim_v, words of dim
 
         Space(const Params& p, char* base) : arena{base}, own(p, arena) {
             Arena& a = arena;
             keys = padded_keys(p);
+            ld = keys + (T::tiled ? lanes<R> : 0);  // rows of a tile must not share cache sets
             width_v = padded_dim_v(p);
             depth = words<T>(p.dim);
             const int64_t rows = p.block_q * p.share;
-            q = a.take<Word>(rows * depth);
+            q = a.take<Word>((rows + (T::tiled ? T::strip : 0)) * depth);
             scratch = a.take<Word>(lanes<R> * round_up(larger(depth, words<T>(p.dim_v)), lanes<R>));
-            prob = a.take<Word>(T::per_word > 1 ? kRows * keys / T::per_word : 1);
             out = a.take<R>(rows * width_v);
             max = a.take<R>(rows);
             sum = a.take<R>(rows);
-            score = a.take<R>(kRows * keys);
+            score = a.take<R>(T::strip * ld);
+            prob = reinterpret_cast<Word*>(score);
+            static_assert(sizeof(Word) == sizeof(R), "rows of both are ld apart");
             line = a.take<R>(keys);
             value = a.take<R>(width_v);
             keep = a.take<uint8_t>(p.dropout_threshold ? rows * keys + 64 : 1);
@@ -153,6 +158,7 @@ template <class T> struct Forward {
     static void block(const Params& p, const Sequence& seq, int64_t first_head, int64_t row_begin, int64_t row_end,
                       char* workspace) {
         const Space w(p, workspace);
+        const typename T::Scope scope;
         const int64_t end = seq.valid ? smaller(row_end, seq.q_len) : row_begin, rows = end - row_begin;
         if (rows > 0) attend(p, seq, first_head, row_begin, rows, w);
         for (int64_t n = 0; n < p.share; ++n) {
@@ -180,7 +186,7 @@ template <class T> struct Forward {
             const Keys tile = shared ? tile_at(p, seq, kv_head, j0 / p.block_k - seq.key_tile) : w.own;
             bool filled = shared;  // else for the first head that sees any of it
             for (int64_t n = 0; n < p.share; ++n) {
-                const Scorer<R> scorer(p, seq, first_head + n, w.line);
+                const Score scorer(p, seq, first_head + n, w.line);
                 if (!scorer.tile_seen(i0, i0 + rows, j0, j1)) continue;
                 if (!filled) tile.fill(p, seq, kv_head, j0, j1, w.scratch);
                 filled = true;
@@ -189,11 +195,11 @@ template <class T> struct Forward {
         }
     }
 
-    static void head_tile(const Params& p, const Sequence& seq, const Scorer<R>& scorer, const Keys& tile, int64_t i0,
+    static void head_tile(const Params& p, const Sequence& seq, const Score& scorer, const Keys& tile, int64_t i0,
                           int64_t rows, int64_t j0, int64_t j1, const Space& w) {
         const bool untouched = scorer.open(i0, i0 + rows, j0, j1) && scorer.untouched(j0, j1);
         const Rows values = key_rows(p.v, p, seq, p.kv_head(scorer.head));
-        if (p.dropout_threshold) fill_keep(p, seq, scorer.head, i0, rows, j0, round_up(j1 - j0, lanes<R>), w.keep, w.keys);
+        if (p.dropout_threshold) fill_keep(p, seq, scorer.head, i0, rows, j0, round_up(j1 - j0, T::grain), w.keep, w.keys);
         scorer.strips(i0, i0 + rows, j0, j1, w.runs, [&](int64_t begin, int64_t end, int64_t count) {
             const int64_t r = begin - i0;
             strip(p, scorer, tile, i0, r, end - begin, j0, j1, count, untouched, w);
@@ -201,14 +207,15 @@ template <class T> struct Forward {
         });
     }
 
-    static void strip(const Params& p, const Scorer<R>& scorer, const Keys& tile, int64_t i0, int64_t r0, int64_t rows,
+    static void strip(const Params& p, const Score& scorer, const Keys& tile, int64_t i0, int64_t r0, int64_t rows,
                       int64_t j0, int64_t j1, int64_t count, bool untouched, const Space& w) {
-        alignas(64) R correction[16], top[16];
-        static_assert(kRows <= 16 && lanes<R> <= 16, "one vector, or a few, hold a strip's rows");
-        gemm_columns<T>(rows, count, w.runs, w.depth, w.q + r0 * w.depth, w.depth, tile.k, w.keys, w.score, w.keys);
-        for (int64_t r = 0; r < 16; ++r) correction[r] = top[r] = 0;
+        constexpr int64_t most = (T::strip + 15) / 16 * 16;
+        alignas(64) R correction[most], top[most];
+        static_assert(lanes<R> <= 16, "vectors hold a strip's rows");
+        gemm_columns<T>(rows, count, w.runs, w.depth, w.q + r0 * w.depth, w.depth, tile.k, tile.k_at, w.score, w.ld);
+        for (int64_t r = 0; r < most; ++r) correction[r] = top[r] = 0;
         for (int64_t r = 0; r < rows; ++r) {
-            R* s = w.score + r * w.keys;
+            R* s = w.score + r * w.ld;
             for (int64_t n = 0; n < count && !untouched; ++n) {
                 const int64_t c = w.runs[n].begin;
                 scorer.row(i0 + r0 + r, j0 + c, w.runs[n].end - c, j1, s + c, nullptr);
@@ -221,17 +228,18 @@ template <class T> struct Forward {
         }
         for (int64_t r = 0; r < rows; r += lanes<R>) store<R>(correction + r, exp_of<R>(load<R>(correction + r)));
         if (p.has(Fault::no_rescale)) for (R& c : correction) c = 1;
-        Word* prob = T::per_word == 1 ? reinterpret_cast<Word*>(w.score) : w.prob;
-        const int64_t ld = w.keys / T::per_word;
-        for (int64_t r = 0; r < rows; ++r) {
-            const R* s = w.score + r * w.keys;
-            const uint8_t* keep = w.keep + (r0 + r) * w.keys;
-            const R total = p.dropout_threshold
-                                ? exponentials<true>(count, w.runs, s, scorer.factor, top[r], prob + r * ld, keep)
-                                : exponentials<false>(count, w.runs, s, scorer.factor, top[r], prob + r * ld, keep);
-            w.sum[r0 + r] = w.sum[r0 + r] * correction[r] + total;
+        bool fresh = true;  // O is still 0
+        for (int64_t r = 0; r < rows; ++r) fresh &= w.sum[r0 + r] == 0;
+        if (p.dropout_threshold) strip_exponentials<true>(r0, rows, count, scorer.factor, top, correction, w);
+        else strip_exponentials<false>(r0, rows, count, scorer.factor, top, correction, w);
+        R* const out = w.out + r0 * w.width_v;
+        if (T::tiled && fresh) {
+            gemm_depth<T, T::tiled ? Start::zero : Start::add>(rows, w.width_v, count, w.runs, w.prob, w.ld, 1, tile.v, tile.v_at,
+                                                               out, w.width_v);
+        } else {
+            gemm_depth<T, Start::scaled>(rows, w.width_v, count, w.runs, w.prob, w.ld, 1, tile.v, tile.v_at, out, w.width_v,
+                                         correction);
         }
-        gemm_depth<T, Start::scaled>(rows, w.width_v, count, w.runs, prob, ld, 1, tile.v, w.out + r0 * w.width_v, correction);
     }
 
     // Maximum of a row over its runs; NaN is passed over here and stays in the sum.
@@ -249,30 +257,48 @@ template <class T> struct Forward {
         return reduce_max<R>(max_of<R>(best, other));
     }
 
+    template <bool dropout>
+    static ATTNLIB_NOINLINE void strip_exponentials(int64_t r0, int64_t rows, int64_t count, R factor, const R* top,
+                                                    const R* correction, const Space& w) {
+        for (int64_t r = 0; r < rows; ++r) {
+            const R total = row_exponentials<dropout>(count, w.runs, w.score + r * w.ld, factor, top[r], w.prob + r * w.ld,
+                                                      w.keep + (r0 + r) * w.keys);
+            w.sum[r0 + r] = w.sum[r0 + r] * correction[r] + total;
+        }
+    }
+    template <bool dropout, class... Rest> static ATTNLIB_NOINLINE R exponentials(Rest... rest) {
+        return row_exponentials<dropout>(rest...);
+    }
     // p = exp(factor s - top), dropped where keep says so; returns the sum of all.
     template <bool dropout>
-    static ATTNLIB_NOINLINE R exponentials(int64_t count, const Run* runs, const R* s, R factor, R top, Word* prob,
-                                         const uint8_t* keep) {
-        Vec<R> total{};
+    static ATTNLIB_INLINE R row_exponentials(int64_t count, const Run* runs, const R* s, R factor, R top, Word* prob,
+                                             const uint8_t* keep) {
+        constexpr int vectors = T::grain / lanes<R>;
+        Vec<R> total[vectors] = {};
         for (int64_t n = 0; n < count; ++n) {
             const int64_t end = runs[n].end;
-            for (int64_t x = runs[n].begin; x < end; x += lanes<R>) {
-                Vec<R> e = exp_of<R>(rounded(load<R>(s + x) * factor) - top);
-                total += e;
-                if constexpr (dropout) e *= keep_vector<R>(keep + x);
+            for (int64_t x = runs[n].begin; x < end; x += T::grain) {
+                Vec<R> e[vectors];
+                for (int v = 0; v < vectors; ++v) {
+                    const int64_t at = x + v * lanes<R>;
+                    e[v] = T::exp(rounded(load<R>(s + at) * factor) - top);
+                    total[v] += e[v];
+                    if constexpr (dropout) e[v] *= keep_vector<R>(keep + at);
+                }
                 T::store_words(prob + x / T::per_word, e);
             }
         }
-        return reduce_add<R>(total);
+        for (int v = 1; v < vectors; ++v) total[0] += total[v];
+        return reduce_add<R>(total[0]);
     }
 
     // Adds the value of key j0 + c, which holds Inf or NaN, to those rows of a strip that see it.
-    static void add_bad(const Params& p, const Scorer<R>& scorer, const Rows& values, int64_t i0, int64_t r0, int64_t rows,
+    static void add_bad(const Params& p, const Score& scorer, const Rows& values, int64_t i0, int64_t r0, int64_t rows,
                         int64_t j0, int64_t c, const Space& w) {
         load_row<R>(p.v.dtype, values.row(j0 + c), w.value, p.dim_v);
         for (int64_t r = 0; r < rows; ++r) {
             if (!scorer.sees(i0 + r0 + r, j0 + c)) continue;
-            const R weight = T::per_word == 1 ? w.score[r * w.keys + c] : T::word_part(w.prob, r * w.keys + c);
+            const R weight = T::word_part(w.prob, r * w.ld * T::per_word + c);
             R* out = w.out + (r0 + r) * w.width_v;
             for (int64_t d = 0; d < p.dim_v; ++d) out[d] += weight * w.value[d];
         }

@@ -4,6 +4,10 @@
 //   transposed  [W of dim][row]           B of the same
 //   stacked     [W of rows][dim]          B of P.V, dS.K, P^T.dO, dS^T.Q: reduction along rows
 //
+// The last two lie as Layout says; for tiles a reduction along dim is padded with 0. There A of P^T.dO and dS^T.Q is
+//
+//   turned      [dim][W of rows]          A of dO^T.P, Q^T.dS, whose results are transposed
+//
 // Rows outside the given range are not read and become 0. A stacked row that holds Inf or NaN becomes 0 and is listed:
 // 0 * NaN would carry it to rows that do not see it, so the kernels add listed rows by themselves where they are seen.
 #pragma once
@@ -54,14 +58,24 @@ ATTNLIB_INLINE int64_t row_index(const Params& p, const Sequence& s, int64_t hea
     return p.packed ? head * p.total_q + s.q_row + i : (s.index * p.heads_q + head) * p.seqlen_q + i;
 }
 
-template <class T> ATTNLIB_INLINE int64_t words(int64_t dim) { return (dim + T::per_word - 1) / T::per_word; }
+template <class T> ATTNLIB_INLINE int64_t words(int64_t dim) {
+    return round_up((dim + T::per_word - 1) / T::per_word, T::depth_grain);
+}
 
 template <class T>
 ATTNLIB_INLINE void load_words(DType type, const char* from, typename T::Word* to, int64_t dim) {
     if constexpr (T::per_word == 1) {
         load_row<typename T::Real>(type, from, to, dim);
     } else {
-        if (dim & 1) to[dim / 2] = 0;
+        if (dim % (2 * lanes<typename T::Real>) == 0) {
+            const auto* row = reinterpret_cast<const typename T::Word*>(from);
+            for (int64_t d = 0; d < dim / 2; d += lanes<typename T::Real>) {
+                const auto x = T::load_b(row + d);
+                std::memcpy(to + d, &x, kBytes);
+            }
+            return;
+        }
+        for (int64_t d = dim / 2; d < words<T>(dim); ++d) to[d] = 0;
         std::memcpy(to, from, static_cast<size_t>(dim) * 2);
     }
 }
@@ -89,7 +103,7 @@ template <class V, int n> ATTNLIB_INLINE void transpose_square(V (&x)[n]) {
 // Columns [0, padded) of `to` are keys first, first + 1, ...; those in [begin, end) are read. scratch: n * padded dim.
 template <class T>
 void pack_transposed(const Rows& from, DType type, int64_t first, int64_t begin, int64_t end, int64_t padded,
-                     int64_t dim, typename T::Word* to, int64_t ld, typename T::Word* scratch) {
+                     int64_t dim, typename T::Word* to, const Layout<T>& at, typename T::Word* scratch) {
     using Word = typename T::Word;
     constexpr int n = static_cast<int>(lanes<typename T::Real>);
     const int64_t depth = words<T>(dim), width = round_up(depth, n);
@@ -111,9 +125,9 @@ void pack_transposed(const Rows& from, DType type, int64_t first, int64_t begin,
             const int64_t count = smaller(n, depth - d);
             if (count == n) {
 #pragma GCC unroll 16
-                for (int r = 0; r < n; ++r) std::memcpy(to + (d + r) * ld + c, &square[r], kBytes);
+                for (int r = 0; r < n; ++r) std::memcpy(to + at.at(d + r, c), &square[r], kBytes);
             } else {
-                for (int64_t r = 0; r < count; ++r) std::memcpy(to + (d + r) * ld + c, &square[r], kBytes);
+                for (int64_t r = 0; r < count; ++r) std::memcpy(to + at.at(d + r, c), &square[r], kBytes);
             }
         }
     }
@@ -141,9 +155,12 @@ template <class R> ATTNLIB_INLINE bool copy_row(DType type, const char* from, R*
     return finite_row<R>(to, padded);
 }
 ATTNLIB_INLINE bool finite_bf16(const uint16_t* x, int64_t n) {
-    int32_t bad = 0;
-    for (int64_t d = 0; d < n; ++d) bad |= (x[d] & 0x7F80) == 0x7F80;
-    return bad == 0;
+    uint16_t largest = 0;
+    for (int64_t d = 0; d < n; ++d) {
+        const uint16_t exponent = x[d] & 0x7F80;
+        largest = exponent > largest ? exponent : largest;
+    }
+    return largest != 0x7F80;
 }
 
 ATTNLIB_INLINE void merge_rows(uint32_t* __restrict to, const uint16_t* __restrict low, const uint16_t* __restrict high,
@@ -152,24 +169,25 @@ ATTNLIB_INLINE void merge_rows(uint32_t* __restrict to, const uint16_t* __restri
 }
 
 // Rows of `to` are keys (or queries) first, ..., first + padded - 1; those in [begin, end) are read. Returns how many
-// were listed in `bad`, relative to first. ld is a multiple of the vector.
+// were listed in `bad`, relative to first. width, the padded dim, is a multiple of the vector.
 template <class T>
 int64_t pack_stacked(const Rows& from, DType type, int64_t first, int64_t begin, int64_t end, int64_t padded,
-                     int64_t dim, typename T::Word* to, int64_t ld, int32_t* bad, typename T::Word* scratch) {
+                     int64_t dim, typename T::Word* to, int64_t width, const Layout<T>& at, int32_t* bad,
+                     typename T::Word* scratch) {
     using Word = typename T::Word;
     int64_t count = 0;
     if constexpr (T::per_word == 1) {
         (void)scratch;
         for (int64_t r = 0; r < padded; ++r) {
             const int64_t j = first + r;
-            Word* row = to + r * ld;
+            Word* row = to + at.at(r, 0);
             if (j < begin || j >= end) {
-                std::memset(row, 0, static_cast<size_t>(ld) * sizeof(Word));
+                std::memset(row, 0, static_cast<size_t>(width) * sizeof(Word));
                 continue;
             }
-            if (!copy_row(type, from.row(j), row, dim, ld)) {
+            if (!copy_row(type, from.row(j), row, dim, width)) {
                 bad[count++] = static_cast<int32_t>(r);
-                std::memset(row, 0, static_cast<size_t>(ld) * sizeof(Word));
+                std::memset(row, 0, static_cast<size_t>(width) * sizeof(Word));
             }
         }
     } else {
@@ -185,9 +203,36 @@ int64_t pack_stacked(const Rows& from, DType type, int64_t first, int64_t begin,
                 if (finite_bf16(row, dim)) pair[t] = row;
                 else bad[count++] = static_cast<int32_t>(r + t);
             }
-            uint32_t* row = reinterpret_cast<uint32_t*>(to + r / 2 * ld);
-            merge_rows(row, pair[0], pair[1], dim);
-            for (int64_t d = dim; d < ld; ++d) row[d] = 0;
+            const int64_t piece = T::tiled ? lanes<typename T::Real> : width;
+            for (int64_t x = 0; x < width; x += piece) {
+                uint32_t* row = reinterpret_cast<uint32_t*>(to + at.at(r / 2, x));
+                const int64_t n = larger(smaller(dim - x, piece), 0);
+                merge_rows(row, pair[0] + x, pair[1] + x, n);
+                for (int64_t d = n; d < piece; ++d) row[d] = 0;
+            }
+        }
+    }
+    return count;
+}
+
+// The stacked rows transposed: [width, the padded dim][padded / T::per_word words of ld]. scratch: stacked rows of 16 words.
+template <class T>
+int64_t pack_turned(const Rows& from, DType type, int64_t first, int64_t begin, int64_t end, int64_t padded, int64_t dim,
+                    typename T::Word* to, int64_t width, int64_t ld, int32_t* bad, typename T::Word* scratch) {
+    constexpr int n = static_cast<int>(lanes<typename T::Real>);
+    const Layout<T> at(width, n);
+    typename T::Word* const zero = scratch + at.size;
+    int64_t count = 0;
+    for (int64_t r = 0; r < padded; r += n * T::per_word) {
+        const int64_t found = pack_stacked<T>(from, type, first + r, begin, end, n * T::per_word, dim, scratch, width, at, bad + count, zero);
+        for (int64_t x = 0; x < found; ++x) bad[count++] += static_cast<int32_t>(r);
+        for (int64_t d = 0; d < width; d += n) {
+            decltype(T::load_b(scratch)) square[n];
+#pragma GCC unroll 16
+            for (int x = 0; x < n; ++x) square[x] = T::load_b(scratch + at.at(x, d));
+            transpose_square(square);
+#pragma GCC unroll 16
+            for (int x = 0; x < n; ++x) std::memcpy(to + (d + x) * ld + r / T::per_word, &square[x], kBytes);
         }
     }
     return count;

@@ -11,13 +11,14 @@
 #include <cstring>
 #include <vector>
 
+#include "amx.h"
 #include "pool.h"
 
 namespace attnlib {
 
 extern const Kernels portable_f32, portable_f64;
 #if defined(ATTNLIB_X86)
-extern const Kernels avx2_f32, avx2_f64, avx512_f32, avx512_f64, avx512_bf16;
+extern const Kernels avx2_f32, avx2_f64, avx512_f32, avx512_f64, avx512_bf16, amx_bf16;
 #endif
 
 namespace {
@@ -25,6 +26,10 @@ namespace {
 const Kernels& kernels_for(int family, DType dtype, bool pairs) {
     const bool wide = dtype == DType::f64;
 #if defined(ATTNLIB_X86)
+#if defined(ATTNLIB_AMX)
+    if (family == kAmx && dtype == DType::bf16 && pairs) return amx_bf16;
+#endif
+    if (family == kAmx) family = kAvx512;
     if (family == kAvx512 && dtype == DType::bf16 && pairs && (supported_families() & 8)) return avx512_bf16;
     if (family == kAvx512) return wide ? avx512_f64 : avx512_f32;
     if (family == kAvx2) return wide ? avx2_f64 : avx2_f32;
@@ -202,12 +207,15 @@ double work_of(const Params& p) {
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows or keys of a tile. 192 keys of 128 fill a part of the second-level cache and are a multiple of every register
-// tile; under a block mask a wider tile leaves a row enough to see. Tuned on Zen 4.
+// tile; under a block mask a wider tile leaves a row enough to see. Tuned on Zen 4; for AMX, where O is read and written
+// once a tile beside faster products, on Sapphire Rapids.
 int64_t default_block(const Params& p, int64_t length, int64_t plain, int64_t masked) {
     const int64_t dim = std::max(p.dim, p.dim_v), most = p.mask_block_k > 0 ? masked : plain;
     const int64_t block = dim <= 128 ? most : dim <= 256 ? most / 2 : most / 4;
     return std::max<int64_t>(1, std::min(block, length));
 }
+
+bool by_tiles(int family, const Params& p) { return family == kAmx && p.q.dtype == DType::bf16; }
 
 int64_t longest(const std::vector<Sequence>& list, int64_t Sequence::*member) {
     int64_t most = 0;
@@ -229,7 +237,7 @@ const Kernels& cut_forward(Params& p, int family, int& threads, int64_t queries,
         p.chunk = kChunk, p.block_q = std::max<int64_t>(1, queries), p.block_k = 64, p.share = p.group();
         return kernels_for(family, p.q.dtype, true);
     }
-    if (p.block_k == 0) p.block_k = default_block(p, most_k, 192, 384);
+    if (p.block_k == 0) p.block_k = default_block(p, most_k, by_tiles(family, p) ? 512 : 192, 384);
     if (p.block_q == 0) {
         p.block_q = default_block(p, most_q, 384, 384);
         const int64_t rows = p.packed ? p.total_q : p.batch * p.seqlen_q;
@@ -269,7 +277,8 @@ int supported_families() {
         const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        return 1 | (avx2 ? 2 : 0) | (avx512 ? 4 : 0) | (avx512 && __builtin_cpu_supports("avx512bf16") ? 8 : 0);
+        const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+        return 1 | (avx2 ? 2 : 0) | (avx512 ? 4 : 0) | (bf16 ? 8 : 0) | (bf16 && amx_state() == Amx::usable ? 16 : 0);
     }();
     return mask;
 #else

@@ -5,9 +5,9 @@
 
 namespace attnlib {
 
-enum Family { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Family { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 4 };
 
-// Bit f is set where this machine can run family f; bit 3: AVX512-BF16.
+// Bit f is set where this machine can run family f; bit 3: AVX512-BF16; bit 4: AMX for bfloat16 beside it.
 int supported_families();
 
 // What would run one direction: kernels, threads, bytes of workspace a thread. Also fills in params as the run would,

@@ -4,7 +4,7 @@
 //
 // Hidden is selected, never multiplied: the raw score of a hidden key may be NaN. Bias and mask are read only inside
 // the row's window, so never behind their last column. Runs are the column ranges of a strip of rows that need work:
-// the window and the block mask cut to whole vectors.
+// the window and the block mask cut to whole grains.
 #pragma once
 
 #include "pack.h"
@@ -13,7 +13,8 @@ namespace attnlib {
 namespace ATTNLIB_ISA {
 namespace {
 
-template <class R> struct Scorer {
+// kStrip: rows of a strip; kGrain: elements that its runs are cut to.
+template <class R, int64_t kStrip = kRows, int64_t kGrain = lanes<R>> struct Scorer {
     const Params& p;
     const Sequence& seq;
     int64_t head;
@@ -27,7 +28,7 @@ template <class R> struct Scorer {
         : p(params), seq(sequence), head(h), scale(static_cast<R>(params.scale)), slope(0),
           cap(static_cast<R>(params.softcap)), line(scratch) {
         plain = scale > 0 && !(cap > 0) && !p.bias.present() && !p.alibi.present();
-        exact = !p.block_mask.present() || (p.block_k % lanes<R> == 0 && p.mask_block_k % lanes<R> == 0);
+        exact = !p.block_mask.present() || (p.block_k % kGrain == 0 && p.mask_block_k % kGrain == 0);
         factor = plain ? scale : R(1);
         if (p.alibi.present()) {
             slope = load_one<R>(p.alibi.dtype, p.alibi.data + (seq.index * p.alibi.stride[0] + h * p.alibi.stride[1]) *
@@ -46,7 +47,7 @@ template <class R> struct Scorer {
     }
     // Whether row() would change nothing in the runs of an open tile.
     ATTNLIB_INLINE bool untouched(int64_t j0, int64_t j1) const {
-        return plain && exact && !p.mask.present() && (j1 - j0) % lanes<R> == 0;
+        return plain && exact && !p.mask.present() && (j1 - j0) % kGrain == 0;
     }
 
     // Turns n raw products of a run (n a multiple of the vector) of query i with keys j, j + 1, ... into scores; keys from
@@ -154,8 +155,8 @@ template <class R> struct Scorer {
         for (int64_t i = i0; i < i1;) {
             const int64_t last = mask_row_end(i, i1);
             int64_t count = same ? column_runs(i, last, j0, j1, runs) : 0;
-            for (; i < last; i = smaller(last, i + kRows)) {
-                const int64_t end = smaller(last, i + kRows);
+            for (; i < last; i = smaller(last, i + kStrip)) {
+                const int64_t end = smaller(last, i + kStrip);
                 if (!same) count = column_runs(i, end, j0, j1, runs);
                 if (count > 0) f(i, end, count);
             }
@@ -166,25 +167,29 @@ template <class R> struct Scorer {
     ATTNLIB_INLINE void key_strips(int64_t j0, int64_t j1, int64_t i0, int64_t i1, int64_t grain, Run* runs, F f) const {
         const bool same = open(i0, i1, j0, j1);
         for (int64_t j = j0; j < j1;) {
-            const int64_t last = mask_column_end(j, j1);
+            const int64_t last = whole_strips() ? j1 : mask_column_end(j, j1);
             int64_t count = same ? row_runs(j, last, i0, i1, grain, runs) : 0;
-            for (; j < last; j = smaller(last, j + kRows)) {
-                const int64_t end = smaller(last, j + kRows);
+            for (; j < last; j = smaller(last, j + kStrip)) {
+                const int64_t end = smaller(last, j + kStrip);
                 if (!same) count = row_runs(j, end, i0, i1, grain, runs);
                 if (count > 0) f(j, end, count);
             }
         }
     }
 
+    // Whether strips of keys begin at multiples of kStrip, and hold what the block mask hides: where grains are more than
+    // one vector, what reads them reads whole ones.
+    ATTNLIB_INLINE bool whole_strips() const { return kGrain > lanes<R> && !exact; }
+
     // Columns of keys [j0, j1) that rows [i0, i1) of one strip may see, relative to j0, in whole vectors.
     int64_t column_runs(int64_t i0, int64_t i1, int64_t j0, int64_t j1, Run* runs) const {
         const int64_t a = larger(j0, seq.window.key_begin(i0)), b = smaller(j1, seq.window.key_end(i1 - 1));
-        if (!p.block_mask.present()) return a < b ? append(runs, 0, a - j0, b - j0, lanes<R>) : 0;
+        if (!p.block_mask.present()) return a < b ? append(runs, 0, a - j0, b - j0, kGrain) : 0;
         const int64_t row = i0 / p.mask_block_q;
         int64_t count = 0;
         for (int64_t j = a, block = a / p.mask_block_k; j < b; ++block) {
             const int64_t stop = smaller((block + 1) * p.mask_block_k, b);
-            if (block_seen(row, block)) count = append(runs, count, j - j0, stop - j0, lanes<R>);
+            if (block_seen(row, block)) count = append(runs, count, j - j0, stop - j0, kGrain);
             j = stop;
         }
         return count;
@@ -192,7 +197,7 @@ template <class R> struct Scorer {
     // Rows of queries [i0, i1) that may see keys [j0, j1) of one strip, relative to i0, in multiples of grain.
     int64_t row_runs(int64_t j0, int64_t j1, int64_t i0, int64_t i1, int64_t grain, Run* runs) const {
         const int64_t a = larger(i0, seq.window.query_begin(j0)), b = smaller(i1, seq.window.query_end(j1 - 1));
-        if (!p.block_mask.present()) return a < b ? append(runs, 0, a - i0, b - i0, grain) : 0;
+        if (!p.block_mask.present() || whole_strips()) return a < b ? append(runs, 0, a - i0, b - i0, grain) : 0;
         const int64_t column = j0 / p.mask_block_k;
         int64_t count = 0;
         for (int64_t i = a, block = a / p.mask_block_q; i < b; ++block) {

@@ -13,7 +13,8 @@ template <class R> void store_plain(DType type, char* to, const void* from, int6
 }
 }  // namespace
 
-template <class T> constexpr Kernels kernels_of(const char* name) {
+// Few: the arithmetic of decode.h.
+template <class T, class Few = T> constexpr Kernels kernels_of(const char* name) {
     return {name,
             static_cast<int64_t>(sizeof(typename T::Real)),
             T::per_word,
@@ -21,10 +22,10 @@ template <class T> constexpr Kernels kernels_of(const char* name) {
             Forward<T>::tile_bytes,
             Forward<T>::fill_tile,
             Forward<T>::block,
-            Decode<T>::workspace,
-            Decode<T>::part_bytes,
-            Decode<T>::block,
-            Decode<T>::merge,
+            Decode<Few>::workspace,
+            Decode<Few>::part_bytes,
+            Decode<Few>::block,
+            Decode<Few>::merge,
             Backward<T>::delta,
             Backward<T>::workspace,
             Backward<T>::tile_bytes,
