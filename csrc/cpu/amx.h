@@ -1,7 +1,7 @@
 // AMX: whether this process may use it, and in units compiled for it (__AMX_BF16__) the eight tiles of a thread.
 //
-// Tiles are 16 rows of 64 bytes, always whole: what is shorter is padded where it is packed. Their configuration is state
-// of the thread that other code sets as well, so a unit of work holds a TileScope and nothing survives it.
+// Tiles are 16 rows of 64 bytes unless a TileScope says less. Their configuration is state of the thread that other code
+// sets as well, so a unit of work holds a TileScope and nothing survives it.
 #pragma once
 
 namespace attnlib {
@@ -45,7 +45,9 @@ template <int c, int a, int b> ATTNLIB_INLINE void tile_multiply_add() {
 
 class TileScope {
 public:
-    TileScope() {
+    TileScope() : TileScope({16, 16, 16, 16, 16, 16, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64}) {}
+    // Rows, and bytes of a row, of each tile.
+    TileScope(const uint8_t (&rows)[8], const uint8_t (&row_bytes)[8]) {
         struct alignas(64) {
             uint8_t palette, start_row, reserved[14];
             uint16_t row_bytes[16];
@@ -53,7 +55,7 @@ public:
         } config = {};
         static_assert(sizeof(config) == 64, "as LDTILECFG reads it");
         config.palette = 1;
-        for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = 64, config.rows[tile] = kTile;
+        for (int tile = 0; tile < 8; ++tile) config.row_bytes[tile] = row_bytes[tile], config.rows[tile] = rows[tile];
         __asm__ volatile("ldtilecfg %0" : : "m"(config));
     }
     ~TileScope() { __asm__ volatile("tilerelease"); }

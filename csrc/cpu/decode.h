@@ -11,17 +11,40 @@
 
 #include "forward.h"
 
+#if defined(__AMX_BF16__)
+#include "decode_amx.h"
+#endif
+
 namespace attnlib {
 namespace ATTNLIB_ISA {
 namespace {
 
+// Without AMX; see decode_amx.h.
+template <class T> struct NoTiles {
+    static constexpr bool used = false;
+    static constexpr int64_t kKeys = 8;
+    struct Scores {
+        explicit Scores(int64_t) {}
+        ~Scores() {}  // as one that does something
+    };
+    using Values = Scores;
+    static int64_t columns(int64_t) { return 0; }
+    static int64_t keys(const Params&) { return kKeys; }
+    static ATTNLIB_INLINE int64_t placed_at(int64_t d) { return T::stacked_at(d); }
+};
+
 template <class T> struct Decode {
     using Word = typename T::Word;
     using R = typename T::Real;
+#if defined(__AMX_BF16__)
+    using Tiles = typename std::conditional<T::storage == DType::bf16, DecodeTiles<T>, NoTiles<T>>::type;
+#else
+    using Tiles = NoTiles<T>;
+#endif
 
     static constexpr int64_t kKeys = 64;  // of a block: their scores are in L1
-    static constexpr int64_t kSome = 8;   // keys that all heads take before the next ones: rows of memory in flight
-    static constexpr int64_t kAhead = 16;  // keys between asking for a row and reading it
+    static constexpr int64_t kSome = Tiles::kKeys;  // keys, at most, that all heads take before the next ones
+    static constexpr int64_t kAhead = 16;  // keys between asking for a row and reading it, by vectors
     static constexpr int kMostRows = lanes<R> < 4 ? lanes<R> : 4;
 
     static int64_t padded_dim_v(const Params& p) {
@@ -34,26 +57,31 @@ template <class T> struct Decode {
 
     struct Space {
         Arena arena;
-        Word *q, *k, *v, *zeros, *prob;
-        R *out, *max, *sum, *score, *correction, *line, *value, *part;
-        int64_t rows, depth, depth_v, width_v;  // depth: words of a row, padded to vectors
+        Word *q, *q_tiles, *k, *v, *zeros, *prob, *prob_tiles;
+        R *out, *product, *max, *sum, *score, *correction, *ones, *line, *value, *part;
+        int64_t rows, some, depth, depth_v, width_v;  // depth: words of a row, padded to vectors
 
         Space(const Params& p, char* base) : arena{base} {
             Arena& a = arena;
             rows = p.heads_q * p.block_q;
+            some = Tiles::keys(p);
             depth = round_up(words<T>(p.dim), lanes<R>);
             width_v = padded_dim_v(p);
             depth_v = width_v / T::per_word;
             q = a.take<Word>(rows * depth);
-            k = a.take<Word>(kSome * depth);
-            v = a.take<Word>(kSome * depth_v);
+            q_tiles = a.take<Word>(p.heads_kv * Tiles::columns(p.group() * p.block_q) * depth);
+            k = a.take<Word>((Tiles::used ? 2 : 1) * kSome * depth);
+            v = a.take<Word>((Tiles::used ? 2 : 1) * kSome * depth_v);
             zeros = a.take<Word>(larger(depth, depth_v));
             prob = a.take<Word>(T::per_word > 1 ? rows * kKeys / T::per_word : 1);
+            prob_tiles = a.take<Word>(Tiles::used ? 2 * rows * kKeys : 0);
             out = a.take<R>(rows * width_v);
+            product = a.take<R>(Tiles::used ? p.group() * p.block_q * width_v : 0);
             max = a.take<R>(rows);
             sum = a.take<R>(rows);
             score = a.take<R>(rows * kKeys);
             correction = a.take<R>(rows + lanes<R>);
+            ones = a.take<R>(Tiles::used ? 16 : 0);
             line = a.take<R>(kKeys);
             value = a.take<R>(width_v);
             part = a.take<R>(rows * part_row(p));
@@ -74,6 +102,10 @@ template <class T> struct Decode {
         Unit(const Params& params, const Sequence& s, const Space& space, int64_t begin, int64_t end)
             : p(params), seq(s), w(space), kv_begin(begin), kv_end(end), first_head(begin * params.group()),
               rows_of_kv(params.group() * s.q_len), rows((end - begin) * rows_of_kv) {}
+
+        // Of the head of row `first`.
+        Word* q_tile(int64_t first) const { return w.q_tiles + first / rows_of_kv * Tiles::columns(rows_of_kv) * w.depth; }
+        Word* prob_tile(int64_t first) const { return w.prob_tiles + 2 * first * kKeys; }
     };
 
     static void block(const Params& p, const Sequence& seq, int64_t kv_begin, int64_t kv_end, int64_t chunk, char* workspace) {
@@ -98,6 +130,11 @@ template <class T> struct Decode {
         for (int64_t n = 0; n * u.seq.q_len < u.rows; ++n) {
             pack_rows<T>(query_rows(p.q, p, u.seq, u.first_head + n), p.q.dtype, 0, u.seq.q_len, p.dim,
                          w.q + n * u.seq.q_len * w.depth, w.depth);
+        }
+        if constexpr (Tiles::used) {
+            for (int64_t r = 0; r < 16; ++r) w.ones[r] = 1;
+            for (int64_t first = 0; first < u.rows; first += u.rows_of_kv)
+                Tiles::transpose_q(w.q + first * w.depth, u.rows_of_kv, w.depth, u.q_tile(first));
         }
         std::memset(w.zeros, 0, static_cast<size_t>(larger(w.depth, w.depth_v)) * sizeof(Word));
         std::memset(w.out, 0, static_cast<size_t>(u.rows * w.width_v) * sizeof(R));
@@ -175,58 +212,87 @@ template <class T> struct Decode {
     };
 
     static void key_block(const Unit& u, int64_t j0, const Tokens& k, const Tokens& v, const Tokens& next) {
-        const Space& w = u.w;
         const int64_t n = k.count, j1 = j0 + n, padded = round_up(n, lanes<R>);
-        Ahead ahead(u, k, v);
-        for (int64_t c = 0; c < n; c += kSome) {
-            const int64_t some = smaller(kSome, n - c);
-            for (int64_t kv = u.kv_begin; kv < u.kv_end; ++kv) {
-                const char* row[kSome];
-                const Lines lines = lines_of(k, c, kv, w.depth, w.k, w.zeros, false, row);
-                const int64_t first = (kv - u.kv_begin) * u.rows_of_kv;
-                ahead.turn_to(c, kv - u.kv_begin);
-                scores(u.rows_of_kv, w.q + first * w.depth, lines, ahead, some, w.depth, w.score + first * kKeys + c);
-            }
-        }
-        const bool all_seen = softmax(u, j0, j1, padded);
-        const Word* prob = T::per_word == 1 ? reinterpret_cast<const Word*>(w.score) : w.prob;
-        ahead = Ahead(u, v, next);
-        for (int64_t c = 0; c < n; c += kSome) {
-            const int64_t some = smaller(kSome, n - c);
-            for (int64_t kv = u.kv_begin; kv < u.kv_end; ++kv) {
-                const char* row[kSome];
-                const int64_t first = (kv - u.kv_begin) * u.rows_of_kv;
-                const Lines lines = lines_of(v, c, kv, w.depth_v, w.v, w.zeros, !all_seen, row);
-                ahead.turn_to(c, kv - u.kv_begin);
-                // 0 * NaN: a value that some row may not see is added by itself where it is seen
-                uint32_t bad = 0;
-                for (int64_t x = 0; x < some && !all_seen; ++x) {
-                    if (finite_words(lines.words(x), w.depth_v)) continue;
-                    row[x] = reinterpret_cast<const char*>(w.zeros);
-                    bad |= 1u << x;
-                }
-                add_values(u.rows_of_kv, some, prob + (first * kKeys + c) / T::per_word, lines, ahead, w, first, c == 0);
-                for (int64_t x = 0; bad >> x; ++x)
-                    if (bad >> x & 1) add_bad(u, kv, j0, c + x, v.at[c + x] + v.offset(kv));
-            }
+        if constexpr (Tiles::used) {
+            score_block(u, k, nullptr);
+            value_block(u, j0, v, nullptr, softmax(u, j0, j1, padded));
+        } else {
+            Ahead ahead(u, k, v);
+            score_block(u, k, &ahead);
+            const bool all_seen = softmax(u, j0, j1, padded);
+            ahead = Ahead(u, v, next);
+            value_block(u, j0, v, &ahead, all_seen);
         }
     }
-
-    // kSome rows of one key/value head as whole vectors of words, where they lie or their copies.
+    static ATTNLIB_INLINE int64_t most_keys(const Space& w) { return Tiles::used ? w.some : kSome; }
+    // f(c, some, kv, first) for `some` keys from c on of each head, whose first row is `first`, in the order of memory.
+    template <class F> static ATTNLIB_INLINE void each_lines(const Unit& u, int64_t count, Ahead* ahead, F f) {
+        const int64_t most = most_keys(u.w);
+        for (int64_t c = 0; c < count; c += most)
+            for (int64_t kv = u.kv_begin; kv < u.kv_end; ++kv) {
+                if (ahead) ahead->turn_to(c, kv - u.kv_begin);
+                f(c, smaller(most, count - c), kv, (kv - u.kv_begin) * u.rows_of_kv);
+            }
+    }
+    static void score_block(const Unit& u, const Tokens& k, Ahead* ahead) {
+        const Space& w = u.w;
+        const typename Tiles::Scores scope(u.rows_of_kv);
+        each_lines(u, k.count, ahead, [&](int64_t c, int64_t some, int64_t kv, int64_t first) {
+            const char* row[kSome];
+            const Lines lines = lines_of(k, c, most_keys(w), kv, w.depth, w.k, w.zeros, false, row);
+            R* score = w.score + first * kKeys + c;
+            if constexpr (Tiles::used) {
+                Tiles::scores(u.rows_of_kv, u.q_tile(first), lines.at, lines.offset, some, w.depth, w.k + kSome * w.depth,
+                              score, kKeys);
+            } else {
+                scores(u.rows_of_kv, w.q + first * w.depth, lines, *ahead, some, w.depth, score);
+            }
+        });
+    }
+    static void value_block(const Unit& u, int64_t j0, const Tokens& v, Ahead* ahead, bool all_seen) {
+        const Space& w = u.w;
+        const Word* prob = T::per_word == 1 ? reinterpret_cast<const Word*>(w.score) : w.prob;
+        const typename Tiles::Values scope(u.rows_of_kv);
+        each_lines(u, v.count, ahead, [&](int64_t c, int64_t some, int64_t kv, int64_t first) {
+            const char* row[kSome];
+            Lines lines = lines_of(v, c, most_keys(w), kv, w.depth_v, w.v, w.zeros, !all_seen, row);
+            // 0 * NaN: a value that some row may not see is added by itself where it is seen
+            uint64_t bad = all_seen ? 0 : leave_out(some, lines, w, row);
+            if constexpr (Tiles::used) {
+                const auto multiply = [&] {
+                    Tiles::values(u.rows_of_kv, u.prob_tile(first) + 2 * u.rows_of_kv * c, lines.at, lines.offset, some,
+                                  w.depth_v, w.v + kSome * w.depth_v, w.product);
+                };
+                multiply();
+                if (all_seen && !finite_row<R>(w.product, u.rows_of_kv * w.width_v)) {  // so may what was to be multiplied
+                    lines = lines_of(v, c, most_keys(w), kv, w.depth_v, w.v, w.zeros, true, row);
+                    bad = leave_out(some, lines, w, row);
+                    if (bad != 0) multiply();
+                }
+                const R* factor = c == 0 ? w.correction + first : w.ones;
+                Tiles::add(u.rows_of_kv, w.product, w.depth_v, factor, w.out + first * w.width_v);
+            } else {
+                add_values(u.rows_of_kv, some, prob + (first * kKeys + c) / T::per_word, lines, *ahead, w, first, c == 0);
+            }
+            for (int64_t x = 0; bad >> x; ++x)
+                if (bad >> x & 1) add_bad(u, kv, j0, c + x, v.at[c + x] + v.offset(kv));
+        });
+    }
+    // Rows of one key/value head as whole vectors of words, where they lie or their copies.
     struct Lines {
         const char* const* at;
         int64_t offset;
 
         ATTNLIB_INLINE const Word* words(int64_t c) const { return reinterpret_cast<const Word*>(at[c] + offset); }
     };
-    // Rows first, first + 1, ... of x; zeros behind the last one. With `own` their addresses may be changed there.
-    static Lines lines_of(const Tokens& x, int64_t first, int64_t kv, int64_t depth, Word* copy, const Word* zeros, bool own,
-                          const char** row) {
-        const int64_t some = smaller(kSome, x.count - first);
+    // `most` rows first, first + 1, ... of x; zeros behind the last one. With `own` their addresses may be changed there.
+    static Lines lines_of(const Tokens& x, int64_t first, int64_t most, int64_t kv, int64_t depth, Word* copy,
+                          const Word* zeros, bool own, const char** row) {
+        const int64_t some = smaller(most, x.count - first);
         Lines lines{x.at + first, x.offset(kv)};
         const bool direct = x.view->dtype == T::storage && x.dim == depth * T::per_word;
-        if (direct && !own && some == kSome) return lines;
-        for (int64_t c = 0; c < kSome; ++c) {
+        if (direct && !own && some == most) return lines;
+        for (int64_t c = 0; c < most; ++c) {
             const char* from = lines.at[c] + lines.offset;
             row[c] = reinterpret_cast<const char*>(c >= some ? zeros : copy + c * depth);
             if (direct && c < some) row[c] = from;
@@ -240,6 +306,17 @@ template <class T> struct Decode {
     static bool finite_words(const Word* x, int64_t depth) {
         if constexpr (T::per_word == 1) return finite_row<R>(x, depth);
         else return finite_bf16(reinterpret_cast<const uint16_t*>(x), depth * 2);
+    }
+
+    // Rows that hold Inf or NaN, a bit for each; they become zeros.
+    static uint64_t leave_out(int64_t some, const Lines& lines, const Space& w, const char** row) {
+        uint64_t bad = 0;
+        for (int64_t x = 0; x < some; ++x) {
+            if (finite_words(lines.words(x), w.depth_v)) continue;
+            row[x] = reinterpret_cast<const char*>(w.zeros);
+            bad |= uint64_t{1} << x;
+        }
+        return bad;
     }
 
     // score[r][c] = q_r . k_c for `some` keys, and a few more behind them.
@@ -313,6 +390,10 @@ template <class T> struct Decode {
             const R total = Forward<T>::template exponentials<false>(1, &all, w.score + r * kKeys, factor, top,
                                                                      prob + r * kKeys / T::per_word, nullptr);
             w.sum[r] = w.sum[r] * w.correction[r] + total;
+            if constexpr (Tiles::used) {
+                const int64_t of_head = r % u.rows_of_kv;
+                Tiles::spread(prob + r * kKeys / 2, padded, u.rows_of_kv, of_head, u.prob_tile(r - of_head));
+            }
         }
         return all_seen;
     }
@@ -389,14 +470,19 @@ template <class T> struct Decode {
             if (!scorer.sees(r % u.seq.q_len, j0 + c)) continue;
             const R weight = T::per_word == 1 ? w.score[r * kKeys + c] : T::word_part(w.prob, r * kKeys + c);
             R* out = w.out + r * w.width_v;
-            for (int64_t d = 0; d < p.dim_v; ++d) out[T::stacked_at(d)] += weight * w.value[d];
+            for (int64_t d = 0; d < p.dim_v; ++d) out[Tiles::placed_at(d)] += weight * w.value[d];
         }
     }
 
     static void store_part(const Unit& u, R* part) {
         const Space& w = u.w;
         for (int64_t r = 0; r < u.rows; ++r, part += part_row(u.p)) {
-            for (int64_t d = 0; d < w.width_v; ++d) part[d] = w.out[r * w.width_v + T::stacked_at(d)];
+            const R* out = w.out + r * w.width_v;
+            if constexpr (Tiles::used) {
+                for (int64_t d = 0; d < w.width_v; d += 2 * lanes<R>) Tiles::restore(out + d, part + d);
+            } else {
+                for (int64_t d = 0; d < w.width_v; d += 2) std::memcpy(part + d, out + T::stacked_at(d), 2 * sizeof(R));
+            }
             part[w.width_v] = w.max[r];
             part[w.width_v + 1] = w.sum[r];
         }

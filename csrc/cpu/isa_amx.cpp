@@ -1,4 +1,4 @@
-// Kernels for x86-64 with AMX-BF16 beside AVX512-BF16: the products on tiles. Few queries go by vectors.
+// Kernels for x86-64 with AMX-BF16 beside AVX512-BF16: the products on tiles, also where queries are few.
 #define ATTNLIB_ISA amx
 #include "table.h"
 
