@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rounds": options.rounds,
         "results": [row.record() for row in rows],
     }
-    print(Path(record.write("cpu", value)).relative_to(record.ROOT))
+    print(Path(record.write(record.cpu_name("cpu"), value)).relative_to(record.ROOT))
     return 0
 
 

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     value = {"benchmark": "cpu_decode", **record.origin(torch.device("cpu")), "rounds": options.rounds,
              "results": results}  # fmt: skip
-    print(record.write("cpu_decode", value).relative_to(record.ROOT))
+    print(record.write(record.cpu_name("cpu_decode"), value).relative_to(record.ROOT))
     return 0
 
 

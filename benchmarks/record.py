@@ -45,6 +45,11 @@ def commit() -> str:
         return "unknown"
 
 
+def cpu_name(name: str) -> str:
+    """The name of a result of the cpu backend: with AMX other kernels run, torch's too."""
+    return f"{name}_amx" if "amx_bf16" in bench.machine(torch.device("cpu"))["isa"] else name
+
+
 def write(name: str, value: dict[str, Any]) -> Path:
     """Write benchmarks/results/NAME.json."""
     return write_to(RESULTS / f"{name}.json", value)

@@ -30,9 +30,9 @@ def _origin(value: Mapping[str, Any]) -> str:
     return f"{where}; {what}; commit {value['commit']}, {value['date']}; median of {value['rounds']} rounds."
 
 
-def cpu_table() -> str:
+def cpu_table(name: str = "cpu") -> str:
     """GFLOP/s of attnlib and of torch's flash path, and their ratio."""
-    value = record.read("cpu")
+    value = record.read(name)
     if value is None:
         return NOT_MEASURED
     rows: dict[tuple[str, str], dict[str, Mapping[str, float]]] = {}
@@ -42,10 +42,13 @@ def cpu_table() -> str:
         "| shape | dtype | forward: attnlib | torch flash | ratio | backward: attnlib | torch flash | ratio |",
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
-    ratios: dict[str, list[float]] = {"forward": [], "backward": []}
+    ratios: dict[tuple[str, str], list[float]] = {
+        (dtype, direction): [] for dtype in ("float32", "bfloat16") for direction in ("forward", "backward")
+    }
     for (shape, dtype), directions in rows.items():
         cells = [shape, dtype]
-        for direction, found in ratios.items():
+        for direction in ("forward", "backward"):
+            found = ratios.setdefault((dtype, direction), [])
             rates = directions.get(direction, {})
             mine, theirs = rates.get("attnlib"), rates.get("torch flash")
             ratio = mine / theirs if mine and theirs else None
@@ -53,7 +56,7 @@ def cpu_table() -> str:
                 found.append(ratio)
             cells += [_number(mine), _number(theirs), "-" if ratio is None else f"{ratio:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
-    means = [f"{direction} {geometric_mean(found):.2f}" for direction, found in ratios.items() if found]
+    means = [f"{' '.join(what)} {geometric_mean(found):.2f}" for what, found in ratios.items() if found]
     least = min((ratio for found in ratios.values() for ratio in found), default=math.nan)
     lines += ["", f"GFLOP/s. Geometric mean of the ratios: {', '.join(means)}; the lowest ratio is {least:.2f}."]
     lines += ["", _origin(value)]
@@ -74,9 +77,9 @@ def cpu_features_table() -> str:
     return "\n".join([*lines, "", "Time over the time of the plain call. " + _origin(value)])
 
 
-def cpu_decode_table() -> str:
+def cpu_decode_table(name: str = "cpu_decode") -> str:
     """GB/s of K and V while decoding, and its share of what reading them takes."""
-    value = record.read("cpu_decode")
+    value = record.read(name)
     if value is None:
         return NOT_MEASURED
     names = list(value["results"][0]["share"])
@@ -224,6 +227,8 @@ MAKERS: Mapping[str, Callable[[], str]] = {
     "cpu": cpu_table,
     "cpu_features": cpu_features_table,
     "cpu_decode": cpu_decode_table,
+    "cpu_amx": functools.partial(cpu_table, "cpu_amx"),
+    "cpu_decode_amx": functools.partial(cpu_decode_table, "cpu_decode_amx"),
     "overhead": overhead_table,
     "overhead_cuda": functools.partial(overhead_table, "overhead-cuda"),
     **{
