@@ -249,6 +249,13 @@ def _configured(subject: Subject, suffix: str, config: Mapping[str, Any]) -> Ite
         registry.unregister_backend(wrapped.name)
 
 
+def _widest(families: Sequence[Family]) -> Family:
+    """The first family that declares the most dtypes, with those of all: one for a single dtype may stand before it."""
+    family = max(families, key=lambda f: len(f.capabilities.dtypes))
+    dtypes = frozenset().union(*(f.capabilities.dtypes for f in families))
+    return dataclasses.replace(family, capabilities=dataclasses.replace(family.capabilities, dtypes=dtypes))
+
+
 def default_device(families: Sequence[Family]) -> torch.device:
     """A device that is present and that the backend declares; else the CPU, where everything is then refused."""
     kinds = {kind for family in families for kind in family.capabilities.device_kinds}
@@ -287,7 +294,7 @@ def opened(
         target = dispatch.target_of(where)
         runs = [f for f in families if not dispatch.device_refusals(f, target) and not found.available(f.name, target)]
         name = f"{found.name}:{wanted}" if wanted else found.name
-        subject = Subject(name, where, found, (runs or families)[0])
+        subject = Subject(name, where, found, _widest(runs or families))
         if config:
             subject = stack.enter_context(_configured(subject, _suffix(config), config))
         before = settings.current()
