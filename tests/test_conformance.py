@@ -387,3 +387,20 @@ def test_the_mutants_command(capsys):
     assert "2 of 2 mutants of tiled killed" in capsys.readouterr().out
     assert main(["--fault", "no_such"]) == 2
     assert main(["--backend", "reference"]) == 2
+
+
+def test_a_backend_is_asked_for_what_any_of_its_families_takes() -> None:
+    """A family for one dtype may stand before the one that takes them all; asked for by name it is held to its own."""
+    two = Tiled()
+    (wide,) = two.families
+    narrow = replace(wide.capabilities, dtypes=frozenset({torch.bfloat16}))
+    two.name, two.families = "two", (replace(wide, name="narrow", capabilities=narrow), replace(wide, name="wide"))
+    with opened(two) as subject:
+        assert subject.family.name == "wide"
+        assert subject.capabilities == wide.capabilities
+    registry.register_backend(two)
+    try:
+        with opened("two:narrow") as subject:
+            assert subject.dtypes == [torch.bfloat16]
+    finally:
+        registry.unregister_backend("two")
