@@ -26,6 +26,7 @@ from cpu_problems import (
     with_gradients,
 )
 
+import attnlib
 from attnlib.problem import Window
 from attnlib.reference import ReferencePlan
 
@@ -258,3 +259,26 @@ def test_importing_the_entry_point_is_light():
     """
     seconds, loaded = run_apart(code).split()
     assert float(seconds) < 0.02 and loaded == "False"
+
+
+def test_products_of_torch_in_between_change_nothing():
+    """Both may set the tiles of AMX, in any thread."""
+    torch.manual_seed(8)
+    q, k, v = (torch.randn(2, 150, heads, 64, dtype=BF16) for heads in (8, 2, 2))
+    a = torch.randn(256, 256, dtype=BF16)
+
+    def both():
+        return attnlib.attention(q, k, v, backend="cpu"), a @ a, attnlib.attention(q[:, :1], k, v, backend="cpu")
+
+    first = both()
+    failures = []
+
+    def work():
+        failures.extend(1 for _ in range(20) for x, y in zip(both(), first, strict=True) if not torch.equal(x, y))
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
