@@ -608,3 +608,33 @@ def test_few_queries_over_pages(family, dtype, page_size):
         page_table=table, kv_lens=torch.tensor(lens, dtype=torch.int32), q_lens=torch.ones(3, dtype=torch.int32),
     )  # fmt: skip
     check(problem, tensors, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00001, -1])
+def test_nan_stays_nan_whatever_its_bits(family, dtype, bits):
+    """exp works on the exponent's bits."""
+    torch.manual_seed(28)
+    problem, tensors = dense(2, 40, 48, 2, 2, 32, dtype=dtype, bias=F32, grads=())
+    tensors.bias = torch.zeros(2, 2, 40, 48)
+    tensors.bias.view(torch.int32)[1, 0, 7, 20] = bits
+    result = run(plan_of(problem, family), problem, tensors)
+    out, lse = result.out, result.lse
+    assert out[1, 7, 0].isnan().all() and lse[1, 0, 7].isnan()
+    assert out.isnan().sum() == 32 and lse.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_nan_behind_scores_that_arithmetic_makes_infinite(family, dtype):
+    """They hide 512 keys from all queries but one, whatever the others in its strip see."""
+    torch.manual_seed(29)
+    problem, tensors = dense(1, 64, 600, 1, 1, 32, dtype=dtype, grads=())
+    tensors.q.zero_()[..., 0] = 3e19
+    tensors.q[:, 1] = 0
+    tensors.k.zero_()[:, :512, :, 0] = -3e19
+    tensors.v[:, 3] = NAN
+    out = run(plan_of(problem, family), problem, tensors).out
+    assert out[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all() and out[0, 2:].isfinite().all()

@@ -206,6 +206,25 @@ def test_groups_of_many_heads_see_queries_in_runs(form: str, dims: tuple[int, in
         assert _agree(_gradients(form, leaves, window=window), _wanted(form, leaves, window), form), (heads, group)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["", "whole heads"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_groups_of_many_heads_with_several_runs(dims: tuple[int, int], whole: bool) -> None:
+    """2,300 queries: 36 tiles of 64 or 18 of 128, in runs of eight, the first and the last of them cut short."""
+    _on_hopper()
+    for group in (8, 9):
+        q, k, v = (randn(1, 2300, n, dim, seed=n) for n, dim in ((2 * group, dims[0]), (2, dims[0]), (2, dims[1])))
+        dout = randn(1, 2300, 2 * group, dims[1], seed=7)
+        found = []
+        for backend in (f"{NAME}:sm_90", f"{NAME}:sm_80"):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            with dispatch.use_config({"whole_heads": True} if whole and backend.endswith("90") else {}):
+                out = attnlib.attention(*leaves, causal=True, backend=backend)
+                found.append(torch.autograd.grad(out, leaves, dout))
+        for x, y in zip(*found, strict=True):
+            for part, other in zip(x.float().split(64, 1), y.float().split(64, 1), strict=True):
+                assert (part - other).norm() < 1e-2 * other.norm() + 1e-6
+
+
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 37)], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (40, 40), (96, 80), (128, 128), (192, 192), (256, 136)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any", "fixed"])

@@ -205,15 +205,12 @@ def backward(
 
 
 def size_class(problem: AttentionProblem, target: device.DeviceInfo) -> Hashable:
-    """What sizes decide: the rows of the table by lengths, and whether a fixed order needs turns; None where the wgmma
-    kernels do not cover the problem."""
+    """What sizes decide: the rows of the table by lengths, and the backward of a fixed order, which may need no turns;
+    None where the wgmma kernels do not cover the problem."""
     if not covers(problem, target):
         return None
     rows = tuple(hopper_shapes.table().find(kernel, problem).seqlen for kernel in hopper_shapes.KERNELS)
-    if not problem.deterministic:
-        return rows
-    config = backward(problem, target)
-    return (*rows, config is not None and config.deterministic)
+    return (*rows, backward(problem, target)) if problem.deterministic else rows
 
 
 def section(config: BackwardConfig, seqlen_k: int, target: device.DeviceInfo) -> int:

@@ -419,7 +419,8 @@ class CudaPlan:
         whole_heads = isinstance(c, hopper.BackwardConfig) and hopper.whole_heads(problem, self._info, c, self._whole)
         if whole_heads:
             values["section"], grid = 1, (units, 1, 1)
-        assert whole_heads or c.deterministic or not problem.deterministic
+        if problem.deterministic and not (c.deterministic or whole_heads):
+            raise RuntimeError(f"cuda: a plan without a fixed order was to serve {problem}")
         if isinstance(c, hopper.BackwardConfig):
             if persistent:  # blocks draw one tile after the other
                 grid = (min(self._info.sm_count, grid[0]), 1, 1)

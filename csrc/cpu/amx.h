@@ -1,7 +1,7 @@
 // AMX: whether this process may use it, and in units compiled for it (__AMX_BF16__) the eight tiles of a thread.
 //
 // Tiles are 16 rows of 64 bytes unless a TileScope says less. Their configuration is state of the thread that other code
-// sets as well, so a unit of work holds a TileScope and nothing survives it.
+// sets as well, so what uses tiles holds a TileScope, and nothing survives a unit of work.
 #pragma once
 
 namespace attnlib {

@@ -297,7 +297,7 @@ template <class T> struct Forward {
                         int64_t j0, int64_t c, const Space& w) {
         load_row<R>(p.v.dtype, values.row(j0 + c), w.value, p.dim_v);
         for (int64_t r = 0; r < rows; ++r) {
-            if (!scorer.sees(i0 + r0 + r, j0 + c)) continue;
+            if (w.max[r0 + r] == -infinity<R> || !scorer.sees(i0 + r0 + r, j0 + c)) continue;  // the former: arithmetic hides all so far
             const R weight = T::word_part(w.prob, r * w.ld * T::per_word + c);
             R* out = w.out + (r0 + r) * w.width_v;
             for (int64_t d = 0; d < p.dim_v; ++d) out[d] += weight * w.value[d];

@@ -284,7 +284,8 @@ struct Bf16Tiles : Bf16Pair {
         y = y * r + 0x1.62e12cp-1f;
         y = y * r + 1.0f;
         const __mmask16 positive = _mm512_cmp_ps_mask((__m512)x, (__m512)splat<float>(S::exp_min), _CMP_NLT_UQ);
-        const __m512i exponent = _mm512_slli_epi32((__m512i)shifted, S::exponent_shift);
+        const __mmask16 number = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_ORD_Q);  // of NaN nothing may be changed
+        const __m512i exponent = _mm512_maskz_slli_epi32(number, (__m512i)shifted, S::exponent_shift);
         return (F32V)_mm512_maskz_add_epi32(positive, (__m512i)y, exponent);
     }
 

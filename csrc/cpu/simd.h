@@ -166,6 +166,7 @@ template <class R> ATTNLIB_INLINE Vec<R> exp_of(Vec<R> x) {
     std::memcpy(&bits, &y, kBytes);
     bits += a.exponent;
     std::memcpy(&y, &bits, kBytes);
+    y = x == x ? y : x;  // NaN whose lowest bits are set would become a number
     return x < Simd<R>::exp_min ? Vec<R>{} : y;
 }
 template <class R> ATTNLIB_INLINE Vec<R> tanh_of(Vec<R> y) {
