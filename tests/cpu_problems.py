@@ -62,6 +62,11 @@ def dense(
     return problem, tensors
 
 
+def few(seqlen_k=700, seqlen_q=2, **options):
+    """A problem that is cut by keys: no gradients, few queries."""
+    return dense(seqlen_q=seqlen_q, seqlen_k=seqlen_k, grads=(), **options)
+
+
 def extras(problem, tensors):
     """Random operands for what the problem asks for."""
     shape = (problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k)

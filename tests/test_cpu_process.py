@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -71,6 +71,13 @@ def test_forward_does_not_depend_on_block_q(dtype):
     bitwise(results[0], results[2], ("out", "lse"))
 
 
+def in_threads(count, work):
+    """work() in so many threads at once; raises what one of them raised."""
+    with ThreadPoolExecutor(count) as pool:
+        for call in [pool.submit(work) for _ in range(count)]:
+            call.result()
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_concurrent_calls(threads, dtype):
     torch.manual_seed(17)
@@ -79,22 +86,13 @@ def test_concurrent_calls(threads, dtype):
     with_gradients(tensors, problem)
     plan = plan_of(problem)
     expected = run(plan, problem, tensors)
-    failures = []
 
     def work():
         torch.set_num_threads(2)
         for _ in range(20):
-            try:
-                bitwise(expected, run(plan, problem, tensors))
-            except AssertionError as error:  # pragma: no cover
-                failures.append(error)
+            bitwise(expected, run(plan, problem, tensors))
 
-    workers = [threading.Thread(target=work) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures
+    in_threads(4, work)
 
 
 def test_a_child_that_was_forked_before_the_first_call():
@@ -271,14 +269,9 @@ def test_products_of_torch_in_between_change_nothing():
         return attnlib.attention(q, k, v, backend="cpu"), a @ a, attnlib.attention(q[:, :1], k, v, backend="cpu")
 
     first = both()
-    failures = []
 
     def work():
-        failures.extend(1 for _ in range(20) for x, y in zip(both(), first, strict=True) if not torch.equal(x, y))
+        for _ in range(20):
+            assert all(torch.equal(x, y) for x, y in zip(both(), first, strict=True))
 
-    workers = [threading.Thread(target=work) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures
+    in_threads(3, work)

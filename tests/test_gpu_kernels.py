@@ -96,9 +96,9 @@ def _spans(form: str) -> list[tuple[slice, slice, int]]:
     return [(slice(q[n], q[n + 1]), slice(k[n], k[n + 1]), 0) for n in range(5)]
 
 
-def _leaves(form: str, dims: tuple[int, int], heads: int, group: int = 2) -> list[torch.Tensor]:
+def _leaves(form: str, dims: tuple[int, int], heads: int) -> list[torch.Tensor]:
     q_rows, k_rows = ((800,), (1200,)) if form == "packed" else ((3, 500), (3, 700))
-    sizes = ((*q_rows, heads, dims[0]), (*k_rows, heads // group, dims[0]), (*k_rows, heads // group, dims[1]))
+    sizes = ((*q_rows, heads, dims[0]), (*k_rows, heads // 2, dims[0]), (*k_rows, heads // 2, dims[1]))
     return [randn(*size, seed=seed).requires_grad_() for seed, size in enumerate(sizes)]
 
 
@@ -119,13 +119,10 @@ def _wanted(form: str, leaves: list[torch.Tensor], window: tuple[int | None, int
     """The same from the whole matrix of scores, in float64."""
     q, k, v = (x.detach().double().requires_grad_() for x in leaves)
     dout = randn(*q.shape[:-1], v.shape[-1], seed=7).double()
-    total, group = q.new_zeros(()), q.shape[-2] // k.shape[-2]
+    total = q.new_zeros(())
     for rows, columns, b in _spans(form):
         pick = (lambda x, at: x[at]) if form == "packed" else (lambda x, at, b=b: x[b, at])
-        s = (
-            torch.einsum("qhd,khd->hqk", pick(q, rows), pick(k, columns).repeat_interleave(group, 1))
-            * q.shape[-1] ** -0.5
-        )
+        s = torch.einsum("qhd,khd->hqk", pick(q, rows), pick(k, columns).repeat_interleave(2, 1)) * q.shape[-1] ** -0.5
         if 0 in s.shape:
             continue
         i = torch.arange(s.shape[1], device="cuda")[:, None] + s.shape[2] - s.shape[1]
@@ -133,7 +130,7 @@ def _wanted(form: str, leaves: list[torch.Tensor], window: tuple[int | None, int
         left, right = window
         hidden = ((j < i - left) if left is not None else j < 0) | ((j > i + right) if right is not None else j < 0)
         p = torch.softmax(s.masked_fill(hidden, -torch.inf), -1).nan_to_num(0.0)
-        out = torch.einsum("hqk,khd->qhd", p, pick(v, columns).repeat_interleave(group, 1))
+        out = torch.einsum("hqk,khd->qhd", p, pick(v, columns).repeat_interleave(2, 1))
         total = total + (out * pick(dout, rows)).sum()
     return list(torch.autograd.grad(total, (q, k, v)))
 
@@ -195,34 +192,30 @@ def test_wide_tiles_where_blocks_take_several(form: str, dims: tuple[int, int], 
     assert _agree(_gradients(form, leaves, window=window), _wanted(form, leaves, window), form)
 
 
-@pytest.mark.parametrize("window", _WINDOWS, ids=str)
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
-@pytest.mark.parametrize("form", ["dense", "lengths", "packed"])
-def test_groups_of_many_heads_see_queries_in_runs(form: str, dims: tuple[int, int], window: Any) -> None:
-    """Of eight query tiles each: the last one first, and of what a sequence has."""
-    _on_hopper()
-    for heads, group in ((16, 8), (27, 9), (32, 32)):
-        leaves = _leaves(form, dims, heads, group)
-        assert _agree(_gradients(form, leaves, window=window), _wanted(form, leaves, window), form), (heads, group)
+@pytest.mark.parametrize(
+    ("dims", "length", "whole"),
+    [((192, 128), 2300, False), ((128, 128), 4300, False), ((64, 64), 2300, True), ((128, 128), 2300, True)],
+    ids=str,
+)
+def test_groups_of_many_heads_see_queries_in_runs(dims: tuple[int, int], length: int, whole: bool) -> None:
+    """Of eight query tiles of each head, from the last one on; the first and the last run are cut short.
 
-
-@pytest.mark.parametrize("whole", [False, True], ids=["", "whole heads"])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
-def test_groups_of_many_heads_with_several_runs(dims: tuple[int, int], whole: bool) -> None:
-    """2,300 queries: 36 tiles of 64 or 18 of 128, in runs of eight, the first and the last of them cut short."""
+    In smaller groups a run is all that a tile of keys sees.
+    """
     _on_hopper()
-    for group in (8, 9):
-        q, k, v = (randn(1, 2300, n, dim, seed=n) for n, dim in ((2 * group, dims[0]), (2, dims[0]), (2, dims[1])))
-        dout = randn(1, 2300, 2 * group, dims[1], seed=7)
+    for group in (2, 8, 9):
+        sizes = ((2 * group, dims[0]), (2, dims[0]), (2, dims[1]))
+        q, k, v = (randn(1, length, *size, seed=seed) for seed, size in enumerate(sizes))
+        dout = randn(1, length, 2 * group, dims[1], seed=7)
         found = []
-        for backend in (f"{NAME}:sm_90", f"{NAME}:sm_80"):
+        for family in ("sm_90", "sm_80"):
             leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            with dispatch.use_config({"whole_heads": True} if whole and backend.endswith("90") else {}):
-                out = attnlib.attention(*leaves, causal=True, backend=backend)
+            with dispatch.use_config({"whole_heads": True} if whole and family == "sm_90" else {}):
+                out = attnlib.attention(*leaves, causal=True, backend=f"{NAME}:{family}")
                 found.append(torch.autograd.grad(out, leaves, dout))
         for x, y in zip(*found, strict=True):
             for part, other in zip(x.float().split(64, 1), y.float().split(64, 1), strict=True):
-                assert (part - other).norm() < 1e-2 * other.norm() + 1e-6
+                assert (part - other).norm() < 1e-2 * other.norm()
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (None, 37)], ids=str)

@@ -162,7 +162,7 @@ def _in_whole_blocks(tries: Sequence[tuple[_Config, int, bool]]) -> list[tuple[_
     found = whole + [(config, count) for config, count, touched in tries if config.partial_blocks and touched]
     if not found:
         raise ValueError("shape: needs warps that can share a tile, in one block of the block mask or made for several")
-    return list(dict.fromkeys(found))
+    return found
 
 
 def splits(problem: AttentionProblem, target: device.DeviceInfo, block_q: int, block_k: int, resident: int) -> int:
@@ -306,7 +306,7 @@ def _backward_shapes(problem: AttentionProblem, capability: int, touched: bool) 
             found += [((*shape, n, n, blocks), share) for n in stages]
     if blocks > 1:
         found += [((1, 4, 1, 32, n, n, 1), 0.0) for n in stages]
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _backward_of(problem: AttentionProblem, fields: Mapping[str, Any], part: float) -> BackwardConfig | None:

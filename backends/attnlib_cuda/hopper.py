@@ -6,6 +6,7 @@ follows from a shape, and what it must fit.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -210,7 +211,13 @@ def size_class(problem: AttentionProblem, target: device.DeviceInfo) -> Hashable
     if not covers(problem, target):
         return None
     rows = tuple(hopper_shapes.table().find(kernel, problem).seqlen for kernel in hopper_shapes.KERNELS)
-    return (*rows, backward(problem, target)) if problem.deterministic else rows
+    return (*rows, _fixed_order(problem, target)) if problem.deterministic else rows
+
+
+@functools.lru_cache(256)
+def _fixed_order(problem: AttentionProblem, target: device.DeviceInfo) -> BackwardConfig | None:
+    """backward(), which is not for every call."""
+    return backward(problem, target)
 
 
 def section(config: BackwardConfig, seqlen_k: int, target: device.DeviceInfo) -> int:

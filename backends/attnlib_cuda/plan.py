@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attnlib.backend import Target
-from attnlib.memory import allocate
+from attnlib.memory import allocate, allocate_like
 from attnlib.problem import AttentionProblem, Tensors
 
 from . import config, device, features, hopper, jit, params
@@ -355,9 +355,7 @@ class CudaPlan:
         if isinstance(ready.main, MappedStep):
             tiles: dict[str, Any] = {}
             if ready.whole_heads:
-                dq = (
-                    allocate(tuple(t.q.shape), t.q.dtype, t.q.device) if t.dq is None else t.dq
-                )  # held until the launch
+                dq = allocate_like(t.q) if t.dq is None else t.dq  # held until the launch
                 _put(tiles, dq, _DQ, packed)
             members = params.with_tiles(members, tiles)
         ready.main.run(members, stream, problem, t)

@@ -212,14 +212,14 @@ struct WarpgroupBackward {
             }
             __syncwarp();
         }
-        if constexpr (T::whole_heads) {
-            if (ptx::ld_shared_b32(record(visit) + 28) == 1) {
+        const int alone = T::whole_heads ? ptx::ld_shared_b32(record(visit) + 28) : 0;
+        if (alone == 1) {
 #pragma unroll
-                for (int c = 0; c < CQ; ++c) ptx::st_kept_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
-            } else
+            for (int c = 0; c < CQ; ++c) ptx::st_kept_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+        } else if (alone) {
 #pragma unroll
-                for (int c = 0; c < CQ; ++c)
-                    if (c < valid) ptx::red_add_kept_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
+            for (int c = 0; c < CQ; ++c)
+                if (c < valid) ptx::red_add_kept_f32x4(sum + 128 * c, dq[c][0], dq[c][1], dq[c][2], dq[c][3]);
         } else {
 #pragma unroll
             for (int c = 0; c < CQ; ++c)

@@ -77,7 +77,7 @@ __device__ __forceinline__ void kernel(const BackwardTilesParams& params) {
             if (p.dv) mine.write_values((Config::dropout ? p.keep_scale : 1.f) * (Config::fault == scaled_dv ? 1.004f : 1.f), address<element>(p.dv) + batch * p.dv_b + token * p.dv_j + tile.head_kv * p.dv_h, p.dv_j, tile.count);
             if (p.dk) mine.write_keys(p.scale, address<element>(p.dk) + batch * p.dk_b + token * p.dk_j + tile.head_kv * p.dk_h, p.dk_j, tile.count);
             if constexpr (T::whole_heads)
-                if (tile.j0 + T::block_k >= tile.kv_len)
+                if (params.dq && tile.j0 + T::block_k >= tile.kv_len)
                     for (int head = 0; head < p.heads_q / p.heads_kv; ++head) mine.write_queries(tile.head_kv * (p.heads_q / p.heads_kv) + head, address<element>(params.dq) + batch * params.dq_b, params.dq_i, params.dq_h);
             if constexpr (!T::persistent) break;
             state = (state + 1 & 3) | (state & 4 ^ (tile.visits > 0 ? 4 : 0));

@@ -8,7 +8,7 @@
 
 namespace attnlib {
 
-// dq: dQ in the element type, where a block takes all key tiles of a head ("whole heads", below).
+// dq: not 0 where a block takes all key tiles of a head ("whole heads", below), for dQ in the element type.
 struct BackwardTilesParams {
     BackwardMapsParams maps;
     uint64_t dq;
@@ -40,7 +40,7 @@ struct WarpgroupBackwardTile {
     static constexpr int o_full = q_empty + 8 * stages, o_empty = o_full + 8 * stages, ds_full = o_empty + 8 * stages;
     static constexpr bool apart = Config::apart;   // dQ has a warpgroup of its own
     static constexpr bool persistent = apart || !Config::deterministic;   // a block takes one tile after the other
-    static constexpr bool whole_heads = Config::whole;   // a block takes all tiles of a head
+    static constexpr bool whole_heads = Config::whole;   // a block can take all tiles of a head, and does if there is a dq
     static constexpr int pieces = dq_rows == 2 ? 2 : panels, piece_columns = 64;   // of dQ: 64 queries each, or a panel's columns
     static constexpr bool late = !divided && !apart && !Config::dropout && columns + columns_v <= 192;   // there are registers for dK's operand until the next S is under way
     static constexpr int ds_empty = ds_full + 24, tile_full = ds_empty + 24, tile_empty = tile_full + 16, tile_at = tile_empty + 16;
@@ -107,11 +107,11 @@ __device__ __forceinline__ int64_t whole_head_place(const BackwardParams& p, int
 
 // Under a causal mask, whether the last queries come first: all tiles of keys see those, so blocks that begin together find each
 // other's queries and dQ in L2 for longer where a group has several heads, or tiles of different lengths drift apart over them. Of eight
-// heads and more, each has its turn with eight query tiles before any has the eight before those. Where it brings nothing, blocks start
-// where their mask does, and so at different queries.
+// heads and more, each has its turn with eight query tiles before any has the eight before those. Elsewhere blocks start
+// where their mask does, and so at different queries: which kernels have it goes by measurements (docs/kernels/sm90_backward.md).
 template <class Config>
 __device__ __forceinline__ bool last_queries_first(const BackwardParams& p) {
-    return Config::right && !Config::deterministic && (Config::wide || p.heads_q != p.heads_kv);
+    return Config::right && !Config::deterministic && (Config::wide || ((Config::held || Config::whole) && p.heads_q != p.heads_kv));
 }
 
 // One thread hands out tiles, and loads their keys and values when those of the tile before are no longer read.
@@ -120,7 +120,7 @@ __device__ __forceinline__ void plan_tiles(const BackwardTilesParams& all, uint3
     using T = WarpgroupBackwardTile<Config>;
     const BackwardMapsParams& params = all.maps;
     const BackwardParams& p = params.problem;
-    const int of_head = T::whole_heads ? p.key_tiles : 1;   // tiles that one ticket stands for
+    const int of_head = T::whole_heads && all.dq ? p.key_tiles : 1;   // tiles that one ticket stands for
     const int tiles = p.key_tiles / of_head * p.heads_kv * (Config::packed ? 1 : p.batch);
     int loaded = 0, within = 0;
 #pragma unroll 1
@@ -196,7 +196,7 @@ __device__ __forceinline__ void load_queries(const BackwardTilesParams& all, uin
                 const uint32_t at = base + T::record_at + T::record_bytes * (visit % T::records);
                 const int edge = Edges<Config>(p, position, count, of_head.z).cross(j0, j0 + T::block_k);
                 QueryRecord record{p.dq_sum + 4 * place * T::dq_floats, 0, count, position, edge, 0};
-                if constexpr (T::whole_heads) {
+                if (T::whole_heads && all.dq) {
                     record.dq = p.dq_sum + 4 * T::dq_floats * (whole_head_place(p, head) + tile);
                     record.rank = j0 == 0 ? 1 : 2;
                 }
@@ -214,7 +214,7 @@ __device__ __forceinline__ void load_queries(const BackwardTilesParams& all, uin
                 if constexpr (Config::dropout) ptx::st_shared_v4(at + 32, make_uint4(head, i0, ptx::ld_shared_b32(noted + 40), 0));
             }
             const int row = static_cast<int>(ptx::ld_shared_b32(noted + 32)) + i0, batch = ptx::ld_shared_b32(noted + 56);
-            const uint64_t keep = T::whole_heads ? ptx::evict_first() : ptx::evict_last();   // the former: beside sums
+            const uint64_t keep = T::whole_heads && all.dq ? ptx::evict_first() : ptx::evict_last();   // the former: beside sums
             const uint32_t full = base + T::q_full + 8 * stage;
             ptx::mbarrier_wait(base + T::q_empty + 8 * stage, (visit / T::stages & 1) ^ 1);
             ptx::mbarrier_expect(full, T::q_bytes + T::rows_bytes);
