@@ -340,6 +340,18 @@ def test_one_key_a_row_is_exact(family, dtype):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_exponential_of_bfloat16_is_good_to_two_to_the_minus_18(family):
+    """exp(x) from lse = log(1 + exp(x)) of two keys, over more than a period of its series."""
+    problem, tensors = dense(1, 4096, 2, 1, 1, 16, dtype=BF16, bias=F32, grads=())
+    tensors.q.zero_()
+    x = torch.linspace(-1.5, 0, 4096)
+    tensors.bias = torch.stack((torch.zeros(4096), x), -1).view(1, 1, 4096, 2)
+    lse = run(plan_of(problem, family), problem, tensors).lse.double().view(-1)
+    found = torch.expm1(lse)
+    assert ((found / x.double().exp() - 1).abs() <= 2**-18 + 2**-20).all()  # the latter: lse in float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00001, -1])
 def test_nan_stays_nan_whatever_its_bits(family, dtype, bits):
